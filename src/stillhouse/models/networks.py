@@ -1,0 +1,162 @@
+"""diffusers' networks as `network(x, time, cond)`: one calling convention per class.
+
+| class | condition fields it reads |
+|---|---|
+| `UNet2DModel` | label (if class-conditional) |
+| `UNet2DConditionModel` | text, text_mask; pooled + control = SDXL's text_embeds + time_ids; label |
+| `DiTTransformer2DModel` | label |
+| `PixArtTransformer2DModel` | text, text_mask; control = (height, width, aspect ratio) at 1024 px |
+| `SD3Transformer2DModel` | text, pooled |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from stillhouse.process import Condition
+
+Shapes = dict[str, tuple[int | None, ...]]  # a condition field's shape per sample; None is free
+
+
+def _present(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _cast(value: Tensor | None, x: Tensor) -> Tensor | None:
+    if value is None:
+        return None
+    return value.to(x.device, x.dtype if value.is_floating_point() else None)
+
+
+# ---------------------------------------------------------------- how each class is called
+
+
+def _call_unet(model: nn.Module, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+    return model(x, time, **_present(class_labels=cond.label)).sample
+
+
+def _call_conditional_unet(model: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+    added = None
+    if model.config.addition_embed_type == "text_time":
+        added = {"text_embeds": cond.pooled, "time_ids": cond.control}
+    optional = _present(
+        class_labels=cond.label,
+        encoder_attention_mask=cond.text_mask,
+        added_cond_kwargs=added,
+    )
+    return model(x, time, encoder_hidden_states=cond.text, **optional).sample
+
+
+def _call_dit(model: nn.Module, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+    return model(x, timestep=time, class_labels=cond.label).sample
+
+
+def _call_pixart(model: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+    sizes = {"resolution": None, "aspect_ratio": None}
+    if model.use_additional_conditions and cond.control is not None:
+        sizes = {"resolution": cond.control[:, :2], "aspect_ratio": cond.control[:, 2:]}
+    return model(
+        x,
+        encoder_hidden_states=cond.text,
+        encoder_attention_mask=cond.text_mask,
+        timestep=time,
+        added_cond_kwargs=sizes,
+    ).sample
+
+
+def _call_sd3(model: nn.Module, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+    return model(
+        hidden_states=x,
+        encoder_hidden_states=cond.text,
+        pooled_projections=cond.pooled,
+        timestep=time,
+    ).sample
+
+
+# ---------------------------------------------------------------- what each class needs
+
+
+def _unet_needs(model: Any) -> Shapes:
+    return {"label": ()} if model.class_embedding is not None else {}
+
+
+def _conditional_unet_needs(model: Any) -> Shapes:
+    config = model.config
+    needs: Shapes = {"text": (None, config.encoder_hid_dim or config.cross_attention_dim)}
+    if config.addition_embed_type == "text_time":
+        times = 6 * config.addition_time_embed_dim
+        needs |= {
+            "pooled": (config.projection_class_embeddings_input_dim - times,),
+            "control": (6,),
+        }
+    return needs | _unet_needs(model)
+
+
+def _dit_needs(model: Any) -> Shapes:
+    return {"label": ()}
+
+
+def _pixart_needs(model: Any) -> Shapes:
+    needs: Shapes = {"text": (None, model.config.caption_channels)}
+    return needs | ({"control": (3,)} if model.use_additional_conditions else {})
+
+
+def _sd3_needs(model: Any) -> Shapes:
+    config = model.config
+    return {"text": (None, config.joint_attention_dim), "pooled": (config.pooled_projection_dim,)}
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a class of networks is called and which condition fields it cannot do without."""
+
+    call: Callable[[Any, Tensor, Tensor, Condition], Tensor]
+    needs: Callable[[Any], Shapes]
+
+
+NETWORKS: dict[str, Convention] = {
+    "UNet2DModel": Convention(_call_unet, _unet_needs),
+    "UNet2DConditionModel": Convention(_call_conditional_unet, _conditional_unet_needs),
+    "DiTTransformer2DModel": Convention(_call_dit, _dit_needs),
+    "PixArtTransformer2DModel": Convention(_call_pixart, _pixart_needs),
+    "SD3Transformer2DModel": Convention(_call_sd3, _sd3_needs),
+}
+
+
+class DiffusersNetwork(nn.Module):
+    """A diffusers model behind the one calling convention of adapters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        name = type(model).__name__
+        if name not in NETWORKS:
+            raise ValueError(f"cannot call a {name}; supported: {', '.join(NETWORKS)}")
+        self.model = model
+        self.convention = NETWORKS[name]
+
+    @property
+    def data_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width that the model was made for."""
+        config: Any = self.model.config
+        size = config.sample_size
+        if size is None:
+            raise ValueError("the model's config does not say its sample_size: give a shape")
+        height, width = (size, size) if isinstance(size, int) else size
+        return config.in_channels, height, width
+
+    @property
+    def condition_shapes(self) -> Shapes:
+        """The condition fields that a call must have, with their shape per sample."""
+        return self.convention.needs(self.model)
+
+    def forward(self, x: Tensor, time: Tensor, cond: Condition | None = None) -> Tensor:
+        cond = cond or Condition()
+        missing = [f for f in self.condition_shapes if getattr(cond, f) is None]
+        if missing:
+            wanted = ", ".join(f"{f} {['B', *self.condition_shapes[f]]}" for f in missing)
+            raise ValueError(f"{type(self.model).__name__} needs a condition with {wanted}")
+        given = cond._map(lambda value: _cast(value, x))
+        # Models that also predict a variance give it as further channels.
+        return self.convention.call(self.model, x, time, given)[:, : x.shape[1]]

@@ -1,0 +1,81 @@
+"""Guidance: takes denoisers and is one. D = weight * D_wanted + (1 - weight) * D_guide.
+
+| function          | guide                                | paper                       |
+|-------------------|--------------------------------------|-----------------------------|
+| `classifier_free` | the same network, condition dropped  | Ho & Salimans 2022          |
+| `autoguidance`    | a smaller or less trained network    | Karras et al. 2024          |
+
+Either may be limited to an interval of noise levels (Kynkaanniemi et al. 2024); outside it, and at
+weight 1, the guide is not evaluated.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stillhouse.process import Condition, Denoiser
+from stillhouse.process.predictions import rows
+
+Interval = tuple[float, float]
+EVERYWHERE: Interval = (0.0, math.inf)
+
+# evaluates the wanted and the guiding denoiser at one point
+Pair = Callable[[Tensor, Tensor, Condition | None], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Guided:
+    """A denoiser pushed away from its guide while low < sigma <= high."""
+
+    wanted: Denoiser
+    both: Pair
+    weight: float
+    interval: Interval = EVERYWHERE
+
+    def __call__(self, x: Tensor, sigma: Tensor, cond: Condition | None = None) -> Tensor:
+        low, high = self.interval
+        inside = (sigma > low) & (sigma <= high)
+        if self.weight == 1 or not bool(inside.any()):
+            return self.wanted(x, sigma, cond)
+        wanted, guide = self.both(x, sigma, cond)
+        weight = rows(torch.where(inside, self.weight, 1.0).double(), x)
+        return guide + weight.to(x) * (wanted - guide)
+
+
+def classifier_free(
+    denoiser: Denoiser,
+    null: Condition,
+    weight: float,
+    interval: Interval = EVERYWHERE,
+    *,
+    joined: bool = True,
+) -> Guided:
+    """`null` is the dropped condition, one row. `joined` evaluates both in one double batch."""
+
+    def both(x: Tensor, sigma: Tensor, cond: Condition | None) -> tuple[Tensor, Tensor]:
+        if cond is None:
+            raise ValueError("classifier-free guidance needs a condition to guide towards")
+        empty = null.expand(len(x)).to(x.device)
+        if not joined:
+            return denoiser(x, sigma, cond), denoiser(x, sigma, empty)
+        level = sigma if sigma.ndim == 0 else torch.cat([sigma, sigma])
+        out = denoiser(torch.cat([x, x]), level, Condition.cat([cond, empty]))
+        wanted, guide = out.chunk(2)
+        return wanted, guide
+
+    return Guided(denoiser, both, weight, interval)
+
+
+def autoguidance(
+    denoiser: Denoiser, guide: Denoiser, weight: float, interval: Interval = EVERYWHERE
+) -> Guided:
+    """Guides with a worse version of the same model, under the same condition."""
+    return Guided(
+        denoiser,
+        lambda x, sigma, cond: (denoiser(x, sigma, cond), guide(x, sigma, cond)),
+        weight,
+        interval,
+    )

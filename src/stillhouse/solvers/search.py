@@ -1,0 +1,73 @@
+"""GITS: a sampling grid found by dynamic programming over one fine trajectory (Chen et al. 2024).
+
+Trajectories of diffusion models have one shape up to rotation, so the cost of an Euler jump from
+level j to level i, measured once on a batch, tells which jumps are cheap for every sample.
+"""
+
+import torch
+from torch import Tensor
+
+from stillhouse.process import Condition, Denoiser
+from stillhouse.solvers.onestep import sample_heun
+from stillhouse.solvers.walk import Point, Progress, check_grid, first_order, level
+
+
+def jump_costs(
+    denoiser: Denoiser, x: Tensor, fine: Tensor, cond: Condition | None = None
+) -> Tensor:
+    """cost[j, i]: mean distance of the Euler jump j -> i from the fine trajectory, inf for i <= j.
+
+    The trajectory is Heun's on the `fine` grid, from the states `x` at its first level.
+    """
+    states = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x]
+
+    def keep(progress: Progress) -> None:
+        states.append(progress.x)
+
+    sample_heun(denoiser, states[0], fine, cond, callback=keep)
+    grid = check_grid(fine)
+    cost = torch.full((len(grid), len(grid)), torch.inf, dtype=torch.float64)
+    for j, sigma in enumerate(grid[:-1]):
+        with torch.no_grad():
+            point = Point(sigma, states[j], denoiser(states[j], level(sigma), cond))
+        for i in range(j + 1, len(grid)):
+            miss = first_order(point, grid[i]) - states[i]
+            cost[j, i] = miss.flatten(1).norm(dim=1).mean().double()
+    return cost
+
+
+def cheapest_path(cost: Tensor, jumps: int, gamma: float = 1.15) -> list[int]:
+    """The `jumps` + 1 levels from first to last with the least cost-to-go,
+
+    V[j][1] = cost[j][last],   V[j][k] = min_{i > j} cost[j][i] + gamma V[i][k-1].
+    """
+    count = len(cost)
+    if not 1 <= jumps < count:
+        raise ValueError(f"{count} fine levels allow 1 to {count - 1} jumps, not {jumps}")
+    value, choices = cost[:, -1].clone(), []
+    value[-1] = torch.inf
+    for _ in range(jumps - 1):
+        total = cost + gamma * value[None, :]
+        value, choice = total.min(dim=1)
+        choices.append(choice)
+    path = [0]
+    for choice in reversed(choices):
+        path.append(int(choice[path[-1]]))
+    return [*path, count - 1]
+
+
+def search_grid(
+    denoiser: Denoiser,
+    x: Tensor,
+    fine: Tensor,
+    counts: list[int],
+    cond: Condition | None = None,
+    *,
+    gamma: float = 1.15,
+) -> dict[int, Tensor]:
+    """For every number of timestamps in `counts`, the best grid among the levels of `fine`.
+
+    The paper's setting: 61 fine levels, 256 samples `x` at the first of them.
+    """
+    cost = jump_costs(denoiser, x, fine, cond)
+    return {n: fine.double().cpu()[cheapest_path(cost, n - 1, gamma)] for n in counts}
