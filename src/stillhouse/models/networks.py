@@ -3,7 +3,7 @@
 | class | condition fields it reads |
 |---|---|
 | `UNet2DModel` | label (if class-conditional) |
-| `UNet2DConditionModel` | text, text_mask; pooled + control = SDXL's text_embeds + time_ids; label |
+| `UNet2DConditionModel` | text, text_mask, label; pooled + control: SDXL's text_embeds, time_ids |
 | `DiTTransformer2DModel` | label |
 | `PixArtTransformer2DModel` | text, text_mask; control = (height, width, aspect ratio) at 1024 px |
 | `SD3Transformer2DModel` | text, pooled |
@@ -150,6 +150,24 @@ class DiffusersNetwork(nn.Module):
     def condition_shapes(self) -> Shapes:
         """The condition fields that a call must have, with their shape per sample."""
         return self.convention.needs(self.model)
+
+    @property
+    def classes(self) -> int | None:
+        """How many class labels the model knows, None where it knows none."""
+        return self._config("num_embeds_ada_norm" if self._is_dit else "num_class_embeds")
+
+    @property
+    def null_label(self) -> int | None:
+        """The label that stands for no class, where the architecture fixes it (DiT)."""
+        return self._config("num_embeds_ada_norm") if self._is_dit else None
+
+    @property
+    def _is_dit(self) -> bool:
+        return type(self.model).__name__ == "DiTTransformer2DModel"
+
+    def _config(self, key: str) -> Any:
+        config: Any = self.model.config
+        return config.get(key)
 
     def forward(self, x: Tensor, time: Tensor, cond: Condition | None = None) -> Tensor:
         cond = cond or Condition()

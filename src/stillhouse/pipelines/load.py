@@ -6,12 +6,15 @@ was found and what is supported.
 """
 
 import json
+import re
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from stillhouse.errors import UserError
 from stillhouse.models import NETWORKS, Codec, DiffusersNetwork
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import NetworkDenoiser
@@ -20,9 +23,26 @@ NETWORK_FOLDERS = ("unet", "transformer")
 # Published DiT and PixArt configs say Transformer2DModel; diffusers picks the class that it means.
 LOADABLE = {*NETWORKS, "Transformer2DModel"}
 AUTOENCODERS = {"AutoencoderKL", "AutoencoderTiny"}
+# diffusers' names of weights, whole or in shards; half precision is read where there is no other.
+WEIGHTS = {
+    None: re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors"),
+    "fp16": re.compile(
+        r"diffusion_pytorch_model(\.fp16|\.fp16-\d+-of-\d+|-\d+-of-\d+\.fp16)\.safetensors"
+    ),
+}
+# What is fetched from the hub: configs of every part, weights of the ones read here; never pickles,
+# never code. A star also matches slashes, so a pattern must say where a path begins.
+HUB_FILES = [
+    "*.json",
+    *(
+        f"{place}diffusion_pytorch_model*.safetensors"
+        for place in ("", "unet/", "transformer/", "vae/")
+    ),
+]
+HUB_SKIPPED = ["*.non_ema.*", "*.non_ema-*"]
 
 
-class UnreadableCheckpoint(ValueError):
+class UnreadableCheckpoint(UserError, ValueError):
     """A checkpoint that cannot be loaded; the message says what was found and what is supported."""
 
 
@@ -31,6 +51,13 @@ class Parts(NamedTuple):
 
     network: Path  # the folder of the network
     scheduler: Path  # the scheduler's config file
+
+
+class Weights(NamedTuple):
+    """Which of a folder's weights are read."""
+
+    variant: str | None
+    files: list[Path]
 
 
 def load_denoiser(
@@ -42,16 +69,17 @@ def load_denoiser(
     """Reads a diffusers pipeline, or a bare model with a scheduler config, as a denoiser.
 
     `denoiser.network.data_shape` and `.condition_shapes` say what it takes, and
-    `denoiser.scaling.native_grid(steps)` is the grid of its own scheduler.
+    `denoiser.scaling.native_grid(steps)` is the grid that its scheduler's config describes.
     """
     folder = resolve_folder(path_or_hub_id)
     parts = _find_parts(folder)
+    config = _read_json(parts.scheduler)
     try:
-        trained = read_schedule(_read_json(parts.scheduler))
+        trained = read_schedule(config)
     except ValueError as error:
-        raise UnreadableCheckpoint(f"{parts.scheduler} describes a {error}.") from error
-    network = DiffusersNetwork(_load_network(parts.network, dtype).to(device).eval())
-    return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip)
+        raise UnreadableCheckpoint(f"{parts.scheduler} cannot be used: {error}.") from error
+    network = DiffusersNetwork(_load_network(parts.network, dtype).to(device))
+    return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip).eval()
 
 
 def load_codec(
@@ -61,16 +89,10 @@ def load_codec(
     device: torch.device | str = "cpu",
 ) -> Codec | None:
     """The autoencoder of a latent pipeline, or None where the model works on pixels."""
-    import diffusers
-
     folder = resolve_folder(path_or_hub_id) / "vae"
     if not (folder / "config.json").is_file():
         return None
-    name = _read_json(folder / "config.json").get("_class_name")
-    if name not in AUTOENCODERS:
-        known = ", ".join(sorted(AUTOENCODERS))
-        raise UnreadableCheckpoint(f"{folder} holds a {name}; supported: {known}.")
-    return Codec(_from_pretrained(getattr(diffusers, name), folder, dtype).to(device).eval())
+    return Codec(_from_pretrained(folder, AUTOENCODERS, dtype)).to(device).eval()
 
 
 def resolve_folder(path_or_hub_id: str | Path) -> Path:
@@ -92,20 +114,17 @@ def resolve_folder(path_or_hub_id: str | Path) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """The weights that `load_denoiser` would read, for fingerprints and records."""
-    network = _find_parts(folder).network
-    return sorted(network.glob("*.safetensors"))
+    return _find_weights(_find_parts(folder).network).files
 
 
 def _fetch(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    # Configs of every part, weights of the ones read here; never pickles, never code.
-    folders = (*NETWORK_FOLDERS, "vae")
-    wanted = ["*.json", "*.safetensors", *(f"{folder}/*.safetensors" for folder in folders)]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=wanted))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        return Path(
+            snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED)
+        )
+    except Exception as error:  # a bad name, a refusal, or whatever the network's client raises
         raise UnreadableCheckpoint(
             f"{hub_id} is no local directory and could not be fetched from the hub "
             f"({type(error).__name__}). Check the name, the network, or download it first and "
@@ -118,7 +137,7 @@ def _find_parts(folder: Path) -> Parts:
         return _pipeline_parts(folder)
     if (folder / "config.json").is_file():
         # A bare model: its scheduler beside it, in its folder, or beside it in a pipeline.
-        places = (folder, folder / "scheduler", folder.parent / "scheduler")
+        places = (folder, folder / "scheduler", folder.absolute().parent / "scheduler")
         for place in places:
             if (place / "scheduler_config.json").is_file():
                 return Parts(folder, place / "scheduler_config.json")
@@ -149,32 +168,46 @@ def _pipeline_parts(folder: Path) -> Parts:
 
 
 def _load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
+    model = _from_pretrained(folder, LOADABLE, dtype)
+    if type(model).__name__ not in NETWORKS:
+        known = ", ".join(sorted(NETWORKS))
+        raise UnreadableCheckpoint(
+            f"{folder} holds a {type(model).__name__} of a kind that is none of {known}."
+        )
+    taken, given = model.config.in_channels, model.config.out_channels or model.config.in_channels
+    if given < taken:
+        raise UnreadableCheckpoint(
+            f"{folder} holds a network that takes {taken} channels and predicts {given}: it needs "
+            "another image beside the noise, which is not supported."
+        )
+    return model
+
+
+def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
     import diffusers
 
-    name = _read_json(folder / "config.json").get("_class_name")
-    if name not in LOADABLE:
-        known = ", ".join(sorted(LOADABLE))
-        raise UnreadableCheckpoint(f"{folder} holds a {name}; supported: {known}.")
-    return _from_pretrained(getattr(diffusers, name), folder, dtype)
-
-
-def _from_pretrained(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
-    names = [p.name for p in folder.glob("*.safetensors")]
-    if not names:
-        others = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix != ".json"))
-        raise UnreadableCheckpoint(
-            f"{folder} has no .safetensors weights (found: {others or 'none'}). Pickled weights "
-            "are not loaded: convert them with diffusers' save_pretrained first."
+    name = str(_read_json(folder / "config.json").get("_class_name"))
+    if name not in known:
+        supported = ", ".join(sorted(known))
+        raise UnreadableCheckpoint(f"{folder} holds a {name}; supported: {supported}.")
+    variant, _ = _find_weights(folder)
+    before = torch.get_default_dtype()
+    try:
+        model, report = getattr(diffusers, name).from_pretrained(
+            folder,
+            use_safetensors=True,
+            torch_dtype=dtype,
+            low_cpu_mem_usage=_has_accelerate(),
+            variant=variant,
+            output_loading_info=True,
         )
-    half_only = all(".fp16." in name for name in names)
-    model, report = model_class.from_pretrained(
-        folder,
-        use_safetensors=True,
-        torch_dtype=dtype,
-        low_cpu_mem_usage=_has_accelerate(),
-        variant="fp16" if half_only else None,
-        output_loading_info=True,
-    )
+    except Exception as error:  # diffusers has no error class of its own
+        reason = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(".")
+        raise UnreadableCheckpoint(
+            f"the {name} in {folder} could not be loaded ({reason})."
+        ) from error
+    finally:
+        torch.set_default_dtype(before)  # diffusers leaves its own behind when it fails
     # diffusers only warns about these, and leaves random weights in their place.
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
@@ -186,6 +219,32 @@ def _from_pretrained(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+def _find_weights(folder: Path) -> Weights:
+    for variant, pattern in WEIGHTS.items():
+        files = sorted(p for p in folder.glob("*.safetensors") if pattern.fullmatch(p.name))
+        if files:
+            _check_indices(folder)
+            return Weights(variant, files)
+    others = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix != ".json"))
+    raise UnreadableCheckpoint(
+        f"{folder} has no diffusion_pytorch_model.safetensors (found: {others or 'none'}). Pickled "
+        "weights are not loaded: convert them with diffusers' save_pretrained first."
+    )
+
+
+def _check_indices(folder: Path) -> None:
+    """An index of shards may name any file, and diffusers would open a pickle that it names."""
+    for index in folder.glob("*.safetensors.index*.json"):
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise UnreadableCheckpoint(f"{index} has no weight_map.")
+        strange = sorted(n for n in map(str, shards.values()) if not n.endswith(".safetensors"))
+        if strange:
+            raise UnreadableCheckpoint(
+                f"{index} names {strange[0]} among its shards; only .safetensors are loaded."
+            )
+
+
 def _has_accelerate() -> bool:
     from importlib.util import find_spec
 
@@ -194,6 +253,9 @@ def _has_accelerate() -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UnreadableCheckpoint(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise UnreadableCheckpoint(f"{path} is not a JSON object.")
+    return found

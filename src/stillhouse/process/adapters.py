@@ -89,6 +89,7 @@ class VP:
     alphas_cumprod: Tensor
     spacing: Spacing = "trailing"
     offset: int = 0  # added to timesteps of "leading" spacing
+    open_end: bool = False  # "leading" and "linspace" stop one point before the end, as DPM-Solver
     _log_sigmas: dict[torch.device, Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -135,17 +136,20 @@ class VP:
 
     def native_grid(self, steps: int) -> Tensor:
         """Whole timesteps, spaced as diffusers' schedulers name it, then 0."""
-        count = len(self.alphas_cumprod)
+        count, points = len(self.alphas_cumprod), steps + self.open_end
         if not 1 <= steps <= count:
             raise ValueError(f"a model of {count} timesteps cannot take {steps} native steps")
-        index = torch.arange(steps, dtype=torch.float64)
         if self.spacing == "leading":
-            times = (index * (count // steps)).flip(0) + self.offset
+            times = torch.arange(points, dtype=torch.float64).flip(0) * (count // points)
+            times = times + self.offset
         elif self.spacing == "trailing":
+            index = torch.arange(steps, dtype=torch.float64)
             times = (count - index * (count / steps)).round() - 1
         else:
-            times = torch.linspace(count - 1, 0, steps, dtype=torch.float64).round()
-        return levels.to_zero(self.sigma_at(times))
+            times = torch.linspace(count - 1, 0, points, dtype=torch.float64).round()
+        if times[0] > self.time_max:
+            raise ValueError(f"{steps} steps with offset {self.offset} go beyond timestep {count}")
+        return levels.to_zero(self.sigma_at(times[:steps]))
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,10 @@ class Flow:
 
     def time_at(self, sigma: Tensor) -> Tensor:
         sigma = sigma.double()
-        return self.time_scale * sigma / (1 + sigma)
+        # The cap stands for t = 1, and that is what the network is told.
+        return torch.where(
+            sigma >= SIGMA_CAP, self.time_scale, self.time_scale * sigma / (1 + sigma)
+        )
 
     def sigma_at(self, time: Tensor) -> Tensor:
         t = time.double() / self.time_scale
@@ -190,7 +197,8 @@ class Flow:
         time, and the whole ramp is then shifted."""
         last = float(self.time_at(torch.tensor(self.sigma_min, dtype=torch.float64)))
         ramp = torch.linspace(self.time_scale, last, steps, dtype=torch.float64)
-        grid = levels.shift(self.sigma_at(ramp), self.shift_scale).clamp(max=SIGMA_CAP)
+        grid = levels.shift(self.sigma_at(ramp), self.shift_scale)
+        grid[0] = SIGMA_CAP  # t = 1 is its own shift
         return levels.to_zero(grid)
 
 

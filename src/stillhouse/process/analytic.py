@@ -61,7 +61,8 @@ class GaussianMixture:
     """sum_k w_k N(m_k, s_k^2 I) over data of any shape; means [K, *shape], stds [K], weights [K].
 
     D = sum_k r_k(x) (m_k + s_k^2/(s_k^2 + sigma^2) (x - m_k)), with r_k the posterior of k.
-    With `labels` (one class per component), a condition's label keeps only its own components.
+    With `labels` (one class per component), a condition's label keeps only its own components; a
+    negative label keeps all.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class GaussianMixture:
         logits = self.weights.to(x).log() - distance / (2 * total)
         logits = logits - 0.5 * means.shape[1] * total.log()
         if self.labels is not None and cond is not None and cond.label is not None:
-            other = self.labels.to(x.device)[None] != cond.label.to(x.device)[:, None]
+            wanted = cond.label.to(x.device)[:, None]
+            other = (self.labels.to(x.device) != wanted) & (wanted >= 0)
             logits = logits.masked_fill(other, -math.inf)
         posterior = logits.softmax(-1)
         gain = variance / total

@@ -64,10 +64,18 @@ def search_grid(
     cond: Condition | None = None,
     *,
     gamma: float = 1.15,
+    batch: int | None = None,
 ) -> dict[int, Tensor]:
     """For every number of timestamps in `counts`, the best grid among the levels of `fine`.
 
-    The paper's setting: 61 fine levels, 256 samples `x` at the first of them.
+    The paper's setting: 61 fine levels, 256 samples `x` at the first of them, walked `batch` at a
+    time.
     """
-    cost = jump_costs(denoiser, x, fine, cond)
+    size = batch or len(x)
+    costs = [
+        jump_costs(denoiser, x[i : i + size], fine, None if cond is None else cond[i : i + size])
+        * len(x[i : i + size])
+        for i in range(0, len(x), size)
+    ]
+    cost = torch.stack(costs).sum(0) / len(x)
     return {n: fine.double().cpu()[cheapest_path(cost, n - 1, gamma)] for n in counts}

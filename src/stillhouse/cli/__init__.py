@@ -1,0 +1,54 @@
+"""The command line: `stillhouse COMMAND ...`. Commands are imported when they are called."""
+
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "sample": "draw images from a checkpoint, or trajectories of a 2-D toy",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; the first word is the command."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words[0] if words else "--help"
+    if command in ("--help", "-h", "help"):
+        print(usage())
+    elif command == "--version":
+        from stillhouse import __version__
+
+        print(__version__)
+    elif command in COMMANDS:
+        run_command(command, words[1:])
+    else:
+        from difflib import get_close_matches
+
+        close = get_close_matches(command, COMMANDS, 1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise SystemExit(f"stillhouse: there is no command {command!r}.{hint}\n\n{usage()}")
+
+
+def usage() -> str:
+    """The list of commands."""
+    rows = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+    return (
+        "Stillhouse takes a diffusion model through its whole life.\n\n"
+        f"usage: stillhouse COMMAND ...\n\n{rows}\n\n"
+        "stillhouse COMMAND --help shows all of a command's options."
+    )
+
+
+def run_command(command: str, words: list[str]) -> None:
+    """Runs a command; errors that a person can mend are printed as their sentence."""
+    from importlib import import_module
+
+    from stillhouse.errors import UserError
+
+    try:
+        import_module(f"stillhouse.cli.{command}").main(words)
+    except UserError as error:
+        print(f"stillhouse {command}: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("\nstopped; run the same command again to resume", file=sys.stderr)
+        raise SystemExit(130) from None

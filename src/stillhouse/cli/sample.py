@@ -1,0 +1,23 @@
+"""`stillhouse sample MODEL`: see `recipes/sampling.py`."""
+
+from collections.abc import Sequence
+
+
+def main(words: Sequence[str]) -> None:
+    from stillhouse.cli.parse import parse
+    from stillhouse.recipes.sampling import SampleRun, run
+
+    config = parse(
+        SampleRun(),
+        words,
+        prog="stillhouse sample",
+        description="Draw samples from a diffusers checkpoint, or from toy:moons and its like.",
+        positional=("model",),
+    )
+    record = run(config)
+    if "seconds" in record:
+        picture = "trajectories.png" if config.model.startswith("toy:") else "grid.png"
+        print(
+            f"{config.count} samples in {config.out} ({record['drawn_now']} drawn now, "
+            f"{record['evaluations_per_sample']} evaluations each); see {config.out / picture}"
+        )

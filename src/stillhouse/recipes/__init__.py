@@ -1,0 +1,1 @@
+"""Whole runs: the only place that assembles parts."""

@@ -1,0 +1,275 @@
+"""Configs of the parts of a sampling run: solver, grid and guidance. Each builds its component.
+
+Frozen, unknown keys are errors, and every choice is a union tagged by `kind`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stillhouse.process import Condition, Denoiser, Scaling
+
+    Load = Callable[[str], Denoiser]  # reads a checkpoint the way the run reads its own
+
+Order = Annotated[int, Field(ge=1, le=4)]
+Share = Annotated[float, Field(ge=0)]
+
+
+class Config(BaseModel):
+    """Base of every config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+# ---------------------------------------------------------------- solvers
+
+
+class SolverConfig(Config):
+    """What every solver takes."""
+
+    afs: bool = False
+    """Analytical first step: saves the first evaluation."""
+    lower_order_final: bool = False
+    """Lower the order over the last steps; helps at very few."""
+
+    def build(self) -> "Callable[..., Tensor]":
+        from stillhouse.solvers import SOLVERS
+
+        options = self.model_dump()
+        return partial(SOLVERS[options.pop("kind")], **options)
+
+
+class Euler(SolverConfig):
+    kind: Literal["euler"] = "euler"
+
+
+class Heun(SolverConfig):
+    kind: Literal["heun"] = "heun"
+
+
+class Dpm2(SolverConfig):
+    kind: Literal["dpm2"] = "dpm2"
+
+
+class Ipndm(SolverConfig):
+    kind: Literal["ipndm"] = "ipndm"
+    order: Order = 4
+
+
+class RhoAb(SolverConfig):
+    kind: Literal["rho-ab"] = "rho-ab"
+    order: Order = 3
+
+
+class Dpmpp2M(SolverConfig):
+    kind: Literal["dpmpp-2m"] = "dpmpp-2m"
+    variant: Literal["compat", "exact"] = "compat"
+
+
+class Dpmpp3M(SolverConfig):
+    kind: Literal["dpmpp-3m"] = "dpmpp-3m"
+    variant: Literal["compat", "exact"] = "compat"
+    """compat: the published formula; exact: third order."""
+
+
+class UniPC(SolverConfig):
+    kind: Literal["unipc"] = "unipc"
+    order: Order = 3
+    b: Literal["bh1", "bh2"] = "bh2"
+    corrector: bool = True
+
+
+class Deis(SolverConfig):
+    kind: Literal["deis"] = "deis"
+    order: Order = 3
+
+
+class EdmChurn(SolverConfig):
+    kind: Literal["edm-churn"] = "edm-churn"
+    churn: Share = 40.0
+    sigma_from: Share = 0.05
+    sigma_to: Share = 50.0
+    noise_scale: Share = 1.003
+
+
+class EulerAncestral(SolverConfig):
+    kind: Literal["euler-ancestral"] = "euler-ancestral"
+    eta: Share = 1.0
+
+
+class DpmppSde(SolverConfig):
+    kind: Literal["dpmpp-sde"] = "dpmpp-sde"
+    eta: Share = 1.0
+
+
+class Dpmpp2MSde(SolverConfig):
+    kind: Literal["dpmpp-2m-sde"] = "dpmpp-2m-sde"
+    eta: Share = 1.0
+
+
+Solver = Annotated[
+    Euler
+    | Heun
+    | Dpm2
+    | Ipndm
+    | RhoAb
+    | Dpmpp2M
+    | Dpmpp3M
+    | UniPC
+    | Deis
+    | EdmChurn
+    | EulerAncestral
+    | DpmppSde
+    | Dpmpp2MSde,
+    Field(discriminator="kind"),
+]
+
+
+# ---------------------------------------------------------------- grids
+
+
+class NativeGrid(Config):
+    """The model's own scheduler's levels, then 0."""
+
+    kind: Literal["native"] = "native"
+
+    def build(self, scaling: "Scaling", steps: int) -> "Tensor":
+        return scaling.native_grid(steps)
+
+
+class RangedGrid(Config, ABC):
+    """A grid over a range of sigma, the model's own where not given."""
+
+    sigma_min: PositiveFloat | None = None
+    """Lowest level; the model's own if not given."""
+    sigma_max: PositiveFloat | None = None
+    """First level; the model's own if not given."""
+    to_zero: bool = True
+    """End with a step to sigma = 0 rather than at sigma_min."""
+
+    def build(self, scaling: "Scaling", steps: int) -> "Tensor":
+        from stillhouse.process import levels
+
+        low = self.sigma_min or scaling.sigma_min
+        high = self.sigma_max or scaling.sigma_max
+        grid = self.levels(steps if self.to_zero else steps + 1, low, high, scaling)
+        return levels.to_zero(grid) if self.to_zero else grid
+
+    @abstractmethod
+    def levels(self, count: int, low: float, high: float, scaling: "Scaling") -> "Tensor":
+        """`count` levels from `high` down to `low`."""
+
+
+class PolynomialLevels(RangedGrid):
+    """Even in sigma^(1/rho)."""
+
+    rho: PositiveFloat = 7.0
+
+    def levels(self, count: int, low: float, high: float, scaling: "Scaling") -> "Tensor":
+        from stillhouse.process import levels
+
+        return levels.polynomial(count, low, high, self.rho)
+
+
+class PolynomialGrid(PolynomialLevels):
+    """Even in sigma^(1/rho)."""
+
+    kind: Literal["polynomial"] = "polynomial"
+
+
+class LogSnrGrid(RangedGrid):
+    """Even in log-SNR."""
+
+    kind: Literal["log-snr"] = "log-snr"
+
+    def levels(self, count: int, low: float, high: float, scaling: "Scaling") -> "Tensor":
+        from stillhouse.process import levels
+
+        return levels.uniform_log_snr(count, low, high)
+
+
+class TimeGrid(RangedGrid):
+    """Even in the process's own time, fractions allowed."""
+
+    kind: Literal["time"] = "time"
+
+    def levels(self, count: int, low: float, high: float, scaling: "Scaling") -> "Tensor":
+        from stillhouse.process import levels
+
+        return levels.uniform_time(count, scaling, low, high)
+
+
+class SearchedGrid(PolynomialLevels):
+    """The best levels of a fine polynomial grid, found on a few samples (GITS)."""
+
+    kind: Literal["searched"] = "searched"
+    fine: Annotated[int, Field(ge=3)] = 61
+    """Levels to choose from."""
+    samples: PositiveInt = 256
+    """Samples that the search walks with."""
+    gamma: PositiveFloat = 1.15
+    """Weight of later jumps."""
+
+
+Grid = Annotated[
+    NativeGrid | PolynomialGrid | LogSnrGrid | TimeGrid | SearchedGrid,
+    Field(discriminator="kind"),
+]
+
+
+# ---------------------------------------------------------------- guidance
+
+
+class NoGuidance(Config):
+    kind: Literal["none"] = "none"
+
+    def build(self, denoiser: "Denoiser", null: "Condition | None", load: "Load") -> "Denoiser":
+        return denoiser
+
+
+class GuidedConfig(Config):
+    """Guidance within an interval of noise levels."""
+
+    weight: float = 2.0
+    """1 is no guidance; more is stronger."""
+    low: Share = 0.0
+    high: Share = float("inf")
+    """Guide only while low < sigma <= high."""
+
+
+class ClassifierFree(GuidedConfig):
+    kind: Literal["classifier-free"] = "classifier-free"
+
+    def build(self, denoiser: "Denoiser", null: "Condition | None", load: "Load") -> "Denoiser":
+        from stillhouse.errors import UserError
+        from stillhouse.solvers import classifier_free
+
+        if null is None:
+            raise UserError(
+                "classifier-free guidance needs the label that stands for no class: give it as "
+                "--null-label"
+            )
+        return classifier_free(denoiser, null, self.weight, (self.low, self.high))
+
+
+class Autoguidance(GuidedConfig):
+    kind: Literal["autoguidance"] = "autoguidance"
+    model: str = ""
+    """The worse model to push away from: a directory or hub id."""
+
+    def build(self, denoiser: "Denoiser", null: "Condition | None", load: "Load") -> "Denoiser":
+        from stillhouse.errors import UserError
+        from stillhouse.solvers import autoguidance
+
+        if not self.model:
+            raise UserError("autoguidance needs the worse model: give it as --guidance.model")
+        return autoguidance(denoiser, load(self.model), self.weight, (self.low, self.high))
+
+
+Guidance = Annotated[NoGuidance | ClassifierFree | Autoguidance, Field(discriminator="kind")]

@@ -1,0 +1,88 @@
+"""The command line as a person meets it: help, errors, speed."""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stillhouse.cli import COMMANDS, main
+
+
+def seconds(code: str, *, module: bool = False) -> float:
+    command = [sys.executable, *(["-m", *code.split()] if module else ["-c", code])]
+    started = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True, env=dict(os.environ))
+    return time.perf_counter() - started
+
+
+def alternately(first, second, rounds: int = 7) -> float:
+    """Median ratio of two commands' times, measured in turn."""
+    first(), second()  # fill the disk cache
+    return statistics.median(first() / second() for _ in range(rounds))
+
+
+@pytest.mark.slow
+def test_import_costs_at_most_a_fifth_over_torch():
+    """The names that people use, not only the empty package."""
+    ours = "import stillhouse as s; s.load_denoiser, s.solvers, s.process, s.NetworkDenoiser"
+    ratio = alternately(lambda: seconds(ours), lambda: seconds("import torch"))
+    assert ratio <= 1.20
+
+
+def test_heavy_libraries_are_imported_only_when_used():
+    code = (
+        "import sys, stillhouse as s; s.load_denoiser, s.solvers, s.process;"
+        "heavy = {'diffusers', 'transformers', 'datasets', 'scipy', 'matplotlib', 'tyro', 'rich'};"
+        "sys.exit(repr(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["stillhouse --help", "stillhouse sample --help"])
+def test_help_answers_in_under_twice_the_import_of_torch(words):
+    ratio = alternately(
+        lambda: seconds(words, module=True), lambda: seconds("import torch"), rounds=5
+    )
+    assert ratio < 2
+
+
+def test_help_lists_every_command(capsys):
+    main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+def test_an_unknown_command_is_answered_with_the_nearest():
+    with pytest.raises(SystemExit, match="Did you mean sample"):
+        main(["smple"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["toy:mons"], "there is no toy:mons"),
+        (["./nowhere"], "neither a directory nor a hub id"),
+        (["toy:moons", "--grid.kind", "none"], "grid.kind got 'none'"),
+        (["toy:moons", "--steps", "0"], "steps is 0"),
+        (["toy:moons", "--stpes", "3"], "--steps"),
+    ],
+)
+def test_mistakes_are_answered_in_a_sentence(words, sentence, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["sample", *words, "--out", str(tmp_path)])
+    assert stopped.value.code in (1, 2)
+    shown = capsys.readouterr().err
+    assert sentence in shown
+    assert "Traceback" not in shown
+
+
+def test_sample_on_the_command_line(tmp_path, capsys):
+    words = "sample toy:ring --solver dpmpp-3m --solver.variant exact --steps 12 --count 30"
+    main([*words.split(), "--seed", "3", "--out", str(tmp_path)])
+    assert "30 samples" in capsys.readouterr().out
+    assert (tmp_path / "trajectories.png").is_file()

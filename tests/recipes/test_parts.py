@@ -1,0 +1,59 @@
+"""Configs of the parts: every solver has one, with its own options, and builds what it says."""
+
+import inspect
+
+import pytest
+import torch
+from oracles import spec_mixture
+from pydantic import TypeAdapter, ValidationError
+
+from stillhouse.process import EDM, VP, Flow, KeyedNoise, alphas_cumprod, betas
+from stillhouse.recipes.parts import Grid, Solver
+from stillhouse.solvers import SOLVERS, Options
+
+SOLVER = TypeAdapter(Solver)
+GRID = TypeAdapter(Grid)
+
+
+def test_every_solver_has_a_config_and_no_other():
+    members = Solver.__origin__.__args__
+    assert {m.model_fields["kind"].default for m in members} == set(SOLVERS)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_config_has_exactly_its_solvers_options_and_defaults(name):
+    config = SOLVER.validate_python({"kind": name})
+    given = config.model_dump(exclude={"kind", "afs", "lower_order_final"})
+    signature = inspect.signature(SOLVERS[name]).parameters.values()
+    own = {p.name: p.default for p in signature if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert given == own
+    assert {"afs", "lower_order_final"} <= set(Options.__annotations__)
+    grid = torch.tensor([5.0, 1.0, 0.2, 0.0], dtype=torch.float64)
+    x = torch.ones(2, 1, dtype=torch.float64)
+    built = config.build()(spec_mixture(), x, grid, generator=KeyedNoise([0, 1], seed=0))
+    direct = SOLVERS[name](spec_mixture(), x, grid, generator=KeyedNoise([0, 1], seed=0))
+    assert torch.equal(built, direct)
+
+
+def test_unknown_keys_and_values_are_refused():
+    with pytest.raises(ValidationError, match="rho"):
+        SOLVER.validate_python({"kind": "euler", "rho": 7})
+    with pytest.raises(ValidationError, match="less than or equal to 4"):
+        SOLVER.validate_python({"kind": "ipndm", "order": 5})
+
+
+@pytest.mark.parametrize("kind", ["native", "polynomial", "log-snr", "time"])
+@pytest.mark.parametrize(
+    "scaling", [EDM(), VP(alphas_cumprod(betas("linear"))), Flow(3.0)], ids=["edm", "vp", "flow"]
+)
+def test_grids_have_as_many_steps_as_asked_for(kind, scaling):
+    grid = GRID.validate_python({"kind": kind}).build(scaling, 6)
+    assert len(grid) == 7
+    assert float(grid[-1]) == 0
+    assert float(grid[0]) == pytest.approx(scaling.sigma_max)
+
+
+def test_a_grid_may_end_above_zero():
+    config = {"kind": "polynomial", "to_zero": False, "sigma_min": 0.006, "sigma_max": 80.0}
+    grid = GRID.validate_python(config).build(EDM(), 3)
+    assert grid.tolist() == pytest.approx([80, 10.929, 0.66989, 0.006], rel=1e-4)
