@@ -134,7 +134,8 @@ def main() -> None:
     result["unet_images_seen"] = seen
     for name in ("mixture", "unet"):
         print(
-            f"\n{name}: endpoint RMSE of Euler, three seeds\n\n| N | searched | rho = 7 |\n|---|---|---|"
+            f"\n{name}: endpoint RMSE of Euler, three seeds\n\n"
+            "| N | searched | rho = 7 |\n|---|---|---|"
         )
         for n, row in result[name].items():
             print(f"| {n} | {row['searched']} | {row['rho7']} |")

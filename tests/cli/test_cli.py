@@ -25,6 +25,7 @@ def alternately(first, second, rounds: int = 7) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_import_costs_at_most_a_fifth_over_torch():
     """The names that people use, not only the empty package."""
     ours = "import stillhouse as s; s.load_denoiser, s.solvers, s.process, s.NetworkDenoiser"
@@ -43,6 +44,7 @@ def test_heavy_libraries_are_imported_only_when_used():
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize("words", ["stillhouse --help", "stillhouse sample --help"])
 def test_help_answers_in_under_twice_the_import_of_torch(words):
     ratio = alternately(
@@ -70,6 +72,10 @@ def test_an_unknown_command_is_answered_with_the_nearest():
         (["toy:moons", "--grid.kind", "none"], "grid.kind got 'none'"),
         (["toy:moons", "--steps", "0"], "steps is 0"),
         (["toy:moons", "--stpes", "3"], "--steps"),
+        (["toy:moons", "--device", "cuda:7"], "device 'cuda:7' cannot be used"),
+        (["toy:moons", "--device", "foo"], "device 'foo' cannot be used"),
+        (["toy:ring", "--guidance", "classifier-free"], "--labels"),
+        (["toy:moons", "--grid", "searched", "--steps", "70"], "--grid.fine 61"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(words, sentence, tmp_path, capsys):

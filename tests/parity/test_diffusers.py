@@ -60,7 +60,8 @@ def trained_as(scheduler: Any) -> Trained:
 def denoiser_for(scheduler: Any) -> NetworkDenoiser:
     trained = trained_as(scheduler)
     network = DiffusersNetwork(unet())
-    return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip)
+    denoiser = NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip)
+    return denoiser.eval()
 
 
 @torch.no_grad()

@@ -27,15 +27,23 @@ from torch import Tensor
 from stillhouse.models import DiffusersNetwork
 from stillhouse.pipelines import (
     UnreadableCheckpoint,
+    checkpoint_files,
     load_codec,
     load_denoiser,
     resolve_folder,
-    weight_files,
 )
 from stillhouse.pipelines.load import HUB_FILES, HUB_SKIPPED
 from stillhouse.pipelines.schedules import SCHEDULERS, read_schedule
 from stillhouse.process import EDM, VP, Flow, NetworkDenoiser, Scaling, alphas_cumprod, betas
 from stillhouse.solvers import sample_dpmpp_3m, sample_euler
+
+
+def weight_files(folder):
+    """The weights that count among what a checkpoint is read from."""
+    config, *weights = checkpoint_files(folder)["network"]
+    assert config.name == "config.json"
+    return weights
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
 

@@ -13,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import rewrite, save_bare, save_pipeline, small_autoencoder, small_unet
 
-from stillhouse.pipelines import UnreadableCheckpoint, load_codec, load_denoiser, weight_files
+from stillhouse.pipelines import (
+    UnreadableCheckpoint,
+    checkpoint_files,
+    load_codec,
+    load_denoiser,
+)
 from stillhouse.pipelines.schedules import SCHEDULERS, read_schedule
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -182,7 +187,7 @@ def test_no_weights(bare):
     (bare / WEIGHTS).unlink()
     expected = f"{bare} has no {WEIGHTS} (found: none). Pickled weights are not loaded: "
     assert refusal(bare).startswith(expected)
-    assert refusal(bare, weight_files).startswith(expected)
+    assert refusal(bare, checkpoint_files).startswith(expected)
 
 
 # ---------------------------------------------------------------- pickles
@@ -243,7 +248,7 @@ def test_pickle_named_by_an_index_of_shards_is_not_run(variant, bare, mark):
     names = list(small_unet().state_dict())
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "shard.bin")}))
     assert refusal(bare) == (
-        f"{index} names shard.bin among its shards; only .safetensors are loaded."
+        f"{index} names shard.bin among its shards; only .safetensors of its own folder are loaded."
     )
     assert not mark.exists()
 

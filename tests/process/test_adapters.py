@@ -124,7 +124,7 @@ def test_eps_prediction_at_zero_terminal_snr_is_refused():
         NetworkDenoiser(nn.Identity(), ZERO_SNR, "eps")
 
 
-@pytest.mark.parametrize("bad", [[0.5, 0.9], [0.9, -0.1], [[0.9, 0.5]]])
+@pytest.mark.parametrize("bad", [[0.5, 0.9], [0.9, -0.1], [[0.9, 0.5]], [1.0, 0.5]])
 def test_a_table_that_is_no_schedule_is_refused(bad):
     with pytest.raises(ValueError, match="decreasing"):
         VP(torch.tensor(bad))
@@ -132,9 +132,62 @@ def test_a_table_that_is_no_schedule_is_refused(bad):
 
 def test_clip_bounds_the_clean_image():
     scaling, prediction, network = CASES["vp x0"]
-    denoiser = NetworkDenoiser(network, scaling, prediction, clip=0.1)
+    denoiser = NetworkDenoiser(network, scaling, prediction, clip=0.1).eval()
     x = torch.full((2, 3), 5.0, dtype=torch.float64)
     assert float(denoiser(x, torch.tensor(0.5).double()).max()) == pytest.approx(0.1)
+
+
+def test_in_training_the_clip_leaves_the_gradient_alone():
+    scaling, prediction, network = CASES["vp x0"]
+    denoiser = NetworkDenoiser(network, scaling, prediction, clip=0.1)
+    x = torch.full((2, 3), 5.0, dtype=torch.float64, requires_grad=True)
+    denoiser.train()
+    (gradient,) = torch.autograd.grad(denoiser(x, torch.tensor(0.5).double()).sum(), x)
+    assert float(gradient.min()) > 0.1
+
+
+def test_gradients_reach_the_network_under_autocast():
+    """Against finite differences of the exact linear network, in bfloat16's precision."""
+
+    class Linear(nn.Linear):
+        def forward(self, x, time, cond):
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    network = Linear(3, 3)
+    denoiser = NetworkDenoiser(network, VP_SD, "v")
+    x, sigma = torch.randn(4, 3), torch.tensor([0.1, 1.0, 5.0, 14.0]).double()
+    denoiser(x, sigma).square().mean().backward()
+    exact = network.weight.grad.clone()
+    assert exact.abs().max() > 0.01
+    network.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = denoiser(x, sigma)
+        assert out.dtype == torch.float32
+        out.square().mean().backward()
+    torch.testing.assert_close(network.weight.grad, exact, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("scaling", [EDM(), VP_SD, Flow()], ids=["edm", "vp", "flow"])
+def test_no_noise_at_all_is_a_finite_question(scaling):
+    """denoise(x, 0) = x wherever the prediction's own formula says so."""
+    kind = {"EDM": "edm", "VP": "v", "Flow": "flow"}[type(scaling).__name__]
+
+    class Told(nn.Module):
+        def forward(self, x, time, cond):
+            assert torch.isfinite(time).all()
+            return torch.ones_like(x)
+
+    x = torch.randn(2, 3)
+    zero = torch.zeros((), dtype=torch.float64)
+    torch.testing.assert_close(NetworkDenoiser(Told(), scaling, kind)(x, zero), x)
+
+
+def test_scalar_levels_compile_without_a_graph_break():
+    """Indexing by a scalar tensor would be one, and a wait for the device."""
+    sigma = torch.tensor(2.0, dtype=torch.float64)
+    compiled = torch.compile(VP_SD.time_at, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(sigma), VP_SD.time_at(sigma))
 
 
 def test_network_runs_in_its_own_dtype_and_the_state_keeps_its():

@@ -125,6 +125,11 @@ def test_log_normal_has_its_mean_and_spread():
     assert float(logs.std()) == pytest.approx(1.2, abs=1e-3)
 
 
+def test_a_discrete_flow_time_never_draws_zero_noise():
+    sigma = levels.UniformTime(Flow(), discrete=True).quantile(torch.tensor([0.0, 0.5]))
+    assert (sigma > 0).all()
+
+
 def test_discrete_uniform_time_draws_whole_timesteps_equally():
     process = PROCESSES["vp"]
     u = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000

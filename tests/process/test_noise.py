@@ -42,6 +42,22 @@ def test_indices_beyond_32_bits_do_not_collide():
     assert not torch.equal(a, b)
 
 
+def test_the_stream_is_pinned():
+    """Old records must repeat: a change of keys or of numpy's stream shows here."""
+    noise = starting_noise((2,), [0, 7], seed=3)
+    expected = torch.tensor(
+        [[0.4526386260986328, -0.6427631378173828], [0.3167819082736969, -1.8025050163269043]]
+    )
+    assert torch.equal(noise, expected)
+
+
+def test_a_solvers_draws_are_not_its_starting_noise():
+    like = torch.zeros(1, 64)
+    start = starting_noise((64,), [0], seed=0)
+    for draw in range(3):
+        assert abs(float((KeyedNoise([0], seed=0)(like, draw) * start).mean())) < 0.5
+
+
 def test_uniform_numbers_are_keyed_and_uniform():
     u = keyed_uniform(range(4000), seed=0, purpose="sigma")
     assert torch.equal(keyed_uniform([17], seed=0, purpose="sigma"), u[17:18])

@@ -7,9 +7,9 @@ import torch
 from oracles import spec_mixture
 from pydantic import TypeAdapter, ValidationError
 
-from stillhouse.process import EDM, VP, Flow, KeyedNoise, alphas_cumprod, betas
+from stillhouse.process import EDM, SIGMA_CAP, VP, Flow, KeyedNoise, alphas_cumprod, betas
 from stillhouse.recipes.parts import Grid, Solver
-from stillhouse.solvers import SOLVERS, Options
+from stillhouse.solvers import SOLVERS
 
 SOLVER = TypeAdapter(Solver)
 GRID = TypeAdapter(Grid)
@@ -27,7 +27,6 @@ def test_a_config_has_exactly_its_solvers_options_and_defaults(name):
     signature = inspect.signature(SOLVERS[name]).parameters.values()
     own = {p.name: p.default for p in signature if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert given == own
-    assert {"afs", "lower_order_final"} <= set(Options.__annotations__)
     grid = torch.tensor([5.0, 1.0, 0.2, 0.0], dtype=torch.float64)
     x = torch.ones(2, 1, dtype=torch.float64)
     built = config.build()(spec_mixture(), x, grid, generator=KeyedNoise([0, 1], seed=0))
@@ -51,6 +50,19 @@ def test_grids_have_as_many_steps_as_asked_for(kind, scaling):
     assert len(grid) == 7
     assert float(grid[-1]) == 0
     assert float(grid[0]) == pytest.approx(scaling.sigma_max)
+
+
+def test_a_time_grid_is_even_in_time_up_to_the_cap():
+    grid = GRID.validate_python({"kind": "time"}).build(Flow(), 6)
+    times = Flow().time_at(grid[:-1]).diff()
+    torch.testing.assert_close(times, times[0].expand(5))
+
+
+@pytest.mark.parametrize("kind", ["polynomial", "log-snr"])
+def test_a_capped_start_is_a_level_by_itself(kind):
+    grid = GRID.validate_python({"kind": kind}).build(Flow(), 20)
+    assert grid[0] == SIGMA_CAP
+    assert float(grid[1]) == 80.0
 
 
 def test_a_grid_may_end_above_zero():

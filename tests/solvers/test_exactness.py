@@ -135,7 +135,9 @@ def test_quadrature_equals_the_closed_forms():
     nodes = [-h, 0.0]  # even step before
     weights = exponential_weights(nodes, 0.0, h)
     assert weights == pytest.approx([-phi2, -phi1 + phi2], abs=1e-14)
-    assert phi3 == pytest.approx(((np.expm1(-h) / h + 1) / h - 0.5), abs=1e-14)
+    # D = D0 + D1 (s/h) + D2 (s/h)^2: the integral's coefficient of D2 is -2 phi3.
+    weights = exponential_weights([-h, 0.0, h], 0.0, h)
+    assert weights[0] + weights[2] == pytest.approx(-2 * phi3, abs=1e-14)
     # Small steps, where repeated division loses digits: int_0^h e^(s-h) ds = -expm1(-h).
     assert exponential_weights([0.0], 0.0, 1e-6)[0] == pytest.approx(-np.expm1(-1e-6), rel=1e-14)
 

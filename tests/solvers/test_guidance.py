@@ -58,6 +58,29 @@ def test_guided_denoisers_sample_and_nest():
     x = 10 * torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double()
     y = sample_heun(outer, x, torch.tensor([10.0, 2.0, 0.5, 0.05, 0.0]), LABELS)
     assert torch.isfinite(y).all()
+    plain, empty = ring(X, SIGMA, LABELS), ring(X, SIGMA, NULL.expand(6))
+    inside = empty + 2.0 * (plain - empty)
+    torch.testing.assert_close(outer(X, SIGMA, LABELS), plain + 1.5 * (inside - plain))
+
+
+def test_fields_that_have_no_null_keep_their_values():
+    """Sizes and step counts belong to the sample, guided or not."""
+    seen = []
+
+    def spy(x, sigma, cond=None):
+        seen.append(cond)
+        return x
+
+    sizes = torch.arange(12.0).view(6, 2)
+    cond = Condition(label=torch.arange(6), control=sizes)
+    classifier_free(spy, NULL, 2.0)(X, SIGMA, cond)
+    assert torch.equal(seen[0].control, torch.cat([sizes, sizes]))
+    assert seen[0].label.tolist() == [0, 1, 2, 3, 4, 5] + [7] * 6
+
+
+def test_a_null_condition_that_replaces_nothing_is_refused():
+    with pytest.raises(ValueError, match="none of the condition's fields"):
+        classifier_free(TOYS["ring"](), Condition(pooled=torch.zeros(1, 2)), 2.0)(X, SIGMA, LABELS)
 
 
 def test_a_missing_condition_is_named():

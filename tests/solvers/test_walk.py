@@ -127,11 +127,6 @@ def test_callback_reports_every_step():
     assert torch.equal(seen[-1].x, y)
 
 
-def test_half_precision_states_are_raised_to_float32():
-    grid = levels.polynomial(4, 0.1, 80.0)
-    assert sample_heun(spec_mixture(), start().bfloat16(), grid).dtype == torch.float32
-
-
 def test_the_graph_is_kept_only_on_request():
     grid = levels.polynomial(3, 0.1, 8.0)
     x = start(sigma=8.0).requires_grad_()
@@ -143,8 +138,45 @@ def test_the_graph_is_kept_only_on_request():
     torch.testing.assert_close((moved - y.detach()) / step, gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", SOLVERS)
+def test_unknown_options_are_refused(name):
+    with pytest.raises(TypeError, match="lower_order_fnal"):
+        SOLVERS[name](spec_mixture(), start(), torch.tensor([1.0, 0.5]), lower_order_fnal=True)
+
+
 @pytest.mark.parametrize(
-    "grid", [[1.0], [1.0, 2.0], [1.0, 1.0, 0.5], [1.0, -0.1], [math.inf, 1.0], [math.nan, 1.0]]
+    ("name", "options", "words"),
+    [
+        ("dpmpp-3m", {"variant": "Exact"}, "compat or exact"),
+        ("unipc", {"b": "bh9"}, "bh1 or bh2"),
+        ("deis", {"order": 0}, "counts from 1"),
+        ("euler-ancestral", {"generator": 0}, "torch.Generator"),
+    ],
+)
+def test_wrong_values_are_named(name, options, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        SOLVERS[name](spec_mixture(), start(), torch.tensor([1.0, 0.5]), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_states_end_in_float32_everywhere(dtype):
+    grid = levels.polynomial(4, 0.1, 80.0)
+    for name in SOLVERS:
+        y = SOLVERS[name](spec_mixture(), start().to(dtype), grid, generator=noise_for(5))
+        assert y.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        [1.0],
+        [1.0, 2.0],
+        [1.0, 1.0, 0.5],
+        [1.0, -0.1],
+        [math.inf, 1.0],
+        [math.nan, 1.0],
+        [[1.0, 0.5]],
+    ],
 )
 def test_a_grid_that_is_no_walk_is_refused(grid):
     with pytest.raises(ValueError, match="noise level"):

@@ -15,7 +15,7 @@ def main(words: Sequence[str]) -> None:
         positional=("model",),
     )
     record = run(config)
-    if "seconds" in record:
+    if "evaluations_per_sample" in record:  # the first process, which writes the record
         picture = "trajectories.png" if config.model.startswith("toy:") else "grid.png"
         print(
             f"{config.count} samples in {config.out} ({record['drawn_now']} drawn now, "

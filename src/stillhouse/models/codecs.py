@@ -32,7 +32,6 @@ class Codec(nn.Module):
         self.register_buffer("scale", torch.as_tensor(scale), persistent=False)
         self.register_buffer("shift", torch.as_tensor(shift), persistent=False)
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Images in float32, in [-1, 1] up to the decoder's own overshoot."""
         weights = next(self.autoencoder.parameters())

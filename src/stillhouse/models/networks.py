@@ -114,12 +114,16 @@ class Convention:
 
     call: Callable[[Any, Tensor, Tensor, Condition], Tensor]
     needs: Callable[[Any], Shapes]
+    classes: str = "num_class_embeds"  # the config key that counts class labels
+    has_null: bool = False  # one label beyond the classes stands for none
 
 
 NETWORKS: dict[str, Convention] = {
     "UNet2DModel": Convention(_call_unet, _unet_needs),
     "UNet2DConditionModel": Convention(_call_conditional_unet, _conditional_unet_needs),
-    "DiTTransformer2DModel": Convention(_call_dit, _dit_needs),
+    "DiTTransformer2DModel": Convention(
+        _call_dit, _dit_needs, "num_embeds_ada_norm", has_null=True
+    ),
     "PixArtTransformer2DModel": Convention(_call_pixart, _pixart_needs),
     "SD3Transformer2DModel": Convention(_call_sd3, _sd3_needs),
 }
@@ -130,11 +134,13 @@ class DiffusersNetwork(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        name = type(model).__name__
-        if name not in NETWORKS:
-            raise ValueError(f"cannot call a {name}; supported: {', '.join(NETWORKS)}")
+        # Along the bases: sharding makes a subclass of a model's own class.
+        names = [base.__name__ for base in type(model).__mro__]
+        known = [name for name in names if name in NETWORKS]
+        if not known:
+            raise ValueError(f"cannot call a {names[0]}; supported: {', '.join(NETWORKS)}")
         self.model = model
-        self.convention = NETWORKS[name]
+        self.convention = NETWORKS[known[0]]
 
     @property
     def data_shape(self) -> tuple[int, int, int]:
@@ -154,20 +160,13 @@ class DiffusersNetwork(nn.Module):
     @property
     def classes(self) -> int | None:
         """How many class labels the model knows, None where it knows none."""
-        return self._config("num_embeds_ada_norm" if self._is_dit else "num_class_embeds")
+        config: Any = self.model.config
+        return config.get(self.convention.classes)
 
     @property
     def null_label(self) -> int | None:
         """The label that stands for no class, where the architecture fixes it (DiT)."""
-        return self._config("num_embeds_ada_norm") if self._is_dit else None
-
-    @property
-    def _is_dit(self) -> bool:
-        return type(self.model).__name__ == "DiTTransformer2DModel"
-
-    def _config(self, key: str) -> Any:
-        config: Any = self.model.config
-        return config.get(key)
+        return self.classes if self.convention.has_null else None
 
     def forward(self, x: Tensor, time: Tensor, cond: Condition | None = None) -> Tensor:
         cond = cond or Condition()
@@ -175,6 +174,6 @@ class DiffusersNetwork(nn.Module):
         if missing:
             wanted = ", ".join(f"{f} {['B', *self.condition_shapes[f]]}" for f in missing)
             raise ValueError(f"{type(self.model).__name__} needs a condition with {wanted}")
-        given = cond._map(lambda value: _cast(value, x))
+        given = cond.map(lambda value: _cast(value, x))
         # Models that also predict a variance give it as further channels.
         return self.convention.call(self.model, x, time, given)[:, : x.shape[1]]

@@ -2,16 +2,16 @@
 
 from stillhouse.pipelines.load import (
     UnreadableCheckpoint,
+    checkpoint_files,
     load_codec,
     load_denoiser,
     resolve_folder,
-    weight_files,
 )
 
 __all__ = [
     "UnreadableCheckpoint",
+    "checkpoint_files",
     "load_codec",
     "load_denoiser",
     "resolve_folder",
-    "weight_files",
 ]

@@ -112,9 +112,17 @@ def resolve_folder(path_or_hub_id: str | Path) -> Path:
     return _fetch(text)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weights that `load_denoiser` would read, for fingerprints and records."""
-    return _find_weights(_find_parts(folder).network).files
+def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
+    """What `load_denoiser` and `load_codec` read, by role, for fingerprints and records."""
+    parts = _find_parts(folder)
+    config = parts.network / "config.json"
+    files = {
+        "network": [config, *_find_weights(parts.network).files],
+        "scheduler": [parts.scheduler],
+    }
+    if (folder / "vae" / "config.json").is_file():
+        files["vae"] = [folder / "vae" / "config.json", *_find_weights(folder / "vae").files]
+    return files
 
 
 def _fetch(hub_id: str) -> Path:
@@ -185,13 +193,17 @@ def _load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
     import diffusers
+    from diffusers.utils import logging
 
     name = str(_read_json(folder / "config.json").get("_class_name"))
     if name not in known:
         supported = ", ".join(sorted(known))
         raise UnreadableCheckpoint(f"{folder} holds a {name}; supported: {supported}.")
     variant, _ = _find_weights(folder)
-    before = torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, not {dtype!r}")
+    before, verbosity = torch.get_default_dtype(), logging.get_verbosity()
+    logging.set_verbosity_error()  # published configs make it warn at every load
     try:
         model, report = getattr(diffusers, name).from_pretrained(
             folder,
@@ -208,6 +220,7 @@ def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
         ) from error
     finally:
         torch.set_default_dtype(before)  # diffusers leaves its own behind when it fails
+        logging.set_verbosity(verbosity)
     # diffusers only warns about these, and leaves random weights in their place.
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
@@ -238,10 +251,12 @@ def _check_indices(folder: Path) -> None:
         shards = _read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise UnreadableCheckpoint(f"{index} has no weight_map.")
-        strange = sorted(n for n in map(str, shards.values()) if not n.endswith(".safetensors"))
+        names = map(str, shards.values())
+        strange = sorted(n for n in names if not n.endswith(".safetensors") or Path(n).name != n)
         if strange:
             raise UnreadableCheckpoint(
-                f"{index} names {strange[0]} among its shards; only .safetensors are loaded."
+                f"{index} names {strange[0]} among its shards; only .safetensors of "
+                "its own folder are loaded."
             )
 
 

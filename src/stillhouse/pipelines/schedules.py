@@ -4,6 +4,7 @@ The scheduler's sampling method does not matter here; its description of the pro
 """
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -59,6 +60,13 @@ OPEN_ENDED = {
     "DPMSolverSinglestepScheduler",
     "UniPCMultistepScheduler",
 }
+GRIDS_NOT_FOLLOWED = (
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_lu_lambdas",
+    "use_flow_sigmas",
+    "shift_terminal",
+)
 SCHEDULERS = sorted(FLOW_CLASSES | EDM_CLASSES | VP_CLASSES)
 
 
@@ -88,6 +96,7 @@ def _read(config: Mapping[str, Any]) -> Trained:
         raise ValueError(f"{name} with dynamic thresholding is not supported")
     if full.get("use_dynamic_shifting"):
         raise ValueError(f"{name} with dynamic shifting is not supported")
+    _warn_of_grids(name, full)
     if name in FLOW_CLASSES:
         return _flow(full, full["shift"])
     if name in EDM_CLASSES:
@@ -110,6 +119,19 @@ def _with_defaults(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         for key, parameter in parameters.items()
         if parameter.default is not parameter.empty
     }
+
+
+def _warn_of_grids(name: str, config: Mapping[str, Any]) -> None:
+    """Sampling grids that a config asks for and native grids here do not follow."""
+    karras = ("use_karras_sigmas",) if name in FLOW_CLASSES else ()
+    asked = [key for key in (*GRIDS_NOT_FOLLOWED, *karras) if config.get(key)]
+    if config.get("sigma_schedule") == "exponential":
+        asked.append("sigma_schedule")
+    if asked:
+        warnings.warn(
+            f"{name}: {', '.join(asked)} is not followed; native grids are spaced without it",
+            stacklevel=4,
+        )
 
 
 def _lookup(config: Mapping[str, Any], key: str, known: Mapping[str, T]) -> T:
@@ -136,7 +158,8 @@ def _variance_preserving(config: Mapping[str, Any], *, open_end: bool) -> Traine
     # The one class without this key spaces its steps evenly from end to end.
     spacing = _lookup({"timestep_spacing": "linspace", **config}, "timestep_spacing", SPACINGS)
     offset = config.get("steps_offset", 0)
-    scaling = VP(_signal(config), spacing, offset, open_end)
+    karras = bool(config.get("use_karras_sigmas"))
+    scaling = VP(_signal(config), spacing, offset, open_end, karras)
     if prediction == "eps" and scaling.sigma_max >= SIGMA_CAP:
         raise ValueError(
             "epsilon prediction with zero terminal SNR is not supported: at the noisy end the "

@@ -11,6 +11,7 @@ multiplied by, and which time it is told. There are three; the network itself is
 | Flow    | 1/(1 + sigma)        | 1000 sigma/(1 + sigma)          | t/(1 - t), t = time/1000 |
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from stillhouse.process import levels
 from stillhouse.process.batch import Condition
 from stillhouse.process.levels import SIGMA_CAP
-from stillhouse.process.predictions import Prediction, rows, to_x0
+from stillhouse.process.predictions import PREDICTIONS, Prediction, rows, to_x0
 
 
 class Denoiser(Protocol):
@@ -40,12 +41,18 @@ class Scaling(levels.Timed, Protocol):
     """A process's own coordinates as functions of sigma."""
 
     @property
+    def sigma_data(self) -> float: ...
+    @property
     def sigma_min(self) -> float: ...
     @property
     def sigma_max(self) -> float: ...
     def input_scale(self, sigma: Tensor) -> Tensor: ...
     def native_grid(self, steps: int) -> Tensor:
         """The grid its own sampler would take: `steps` levels, then 0."""
+        ...
+
+    def start(self, noise: Tensor, sigma: float | Tensor) -> Tensor:
+        """The state that its own sampler would start from, given unit noise."""
         ...
 
 
@@ -60,13 +67,13 @@ class EDM:
 
     @property
     def time_max(self) -> float:
-        return float(self.time_at(torch.tensor(self.sigma_max)))
+        return float(self.time_at(torch.tensor(self.sigma_max, dtype=torch.float64)))
 
     def input_scale(self, sigma: Tensor) -> Tensor:
         return (sigma.double() ** 2 + self.sigma_data**2).rsqrt()
 
     def time_at(self, sigma: Tensor) -> Tensor:
-        return sigma.double().log() / 4
+        return sigma.double().clamp(min=1e-20).log() / 4  # sigma = 0 is a finite time too
 
     def sigma_at(self, time: Tensor) -> Tensor:
         return (4 * time.double()).exp()
@@ -74,11 +81,14 @@ class EDM:
     def native_grid(self, steps: int) -> Tensor:
         return levels.to_zero(levels.polynomial(steps, self.sigma_min, self.sigma_max, self.rho))
 
+    def start(self, noise: Tensor, sigma: float | Tensor) -> Tensor:
+        return float(sigma) * noise
+
 
 Spacing = Literal["leading", "trailing", "linspace"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VP:
     """Discrete variance-preserving process: one level per timestep 0 .. T-1.
 
@@ -90,12 +100,14 @@ class VP:
     spacing: Spacing = "trailing"
     offset: int = 0  # added to timesteps of "leading" spacing
     open_end: bool = False  # "leading" and "linspace" stop one point before the end, as DPM-Solver
+    karras: bool = False  # native grids are rho = 7 polynomials between the same ends
     _log_sigmas: dict[torch.device, Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         abar = self.alphas_cumprod.detach().double().cpu()
-        if abar.ndim != 1 or not bool((abar[1:] < abar[:-1]).all()) or not 0 <= abar[-1] <= 1:
-            raise ValueError("alphas_cumprod must be one row, decreasing, within [0, 1]")
+        falling = abar.ndim == 1 and bool((abar[1:] < abar[:-1]).all())
+        if not falling or not (abar[0] < 1 and abar[-1] >= 0):
+            raise ValueError("alphas_cumprod must be one row, decreasing, within [0, 1)")
         sigmas = ((1 - abar) / abar).sqrt().clamp(max=SIGMA_CAP)
         object.__setattr__(self, "alphas_cumprod", abar)
         object.__setattr__(self, "_log_sigmas", {torch.device("cpu"): sigmas.log()})
@@ -104,6 +116,10 @@ class VP:
         if device not in self._log_sigmas:
             self._log_sigmas[device] = self._log_sigmas[torch.device("cpu")].to(device)
         return self._log_sigmas[device]
+
+    @property
+    def sigma_data(self) -> float:
+        return 1.0
 
     @property
     def sigma_min(self) -> float:
@@ -125,13 +141,14 @@ class VP:
     def time_at(self, sigma: Tensor) -> Tensor:
         table, log_sigma = self._table(sigma.device), sigma.double().log()
         right = torch.searchsorted(table, log_sigma).clamp(1, len(table) - 1)
-        low, high = table[right - 1], table[right]
+        # take: indexing by a scalar tensor would wait for the device, and stop torch.compile
+        low, high = table.take(right - 1), table.take(right)
         return right - 1 + ((log_sigma - low) / (high - low)).clamp(0, 1)
 
     def sigma_at(self, time: Tensor) -> Tensor:
         table, time = self._table(time.device), time.double().clamp(0, self.time_max)
         left = time.floor().long().clamp(max=len(table) - 2)
-        sigma = torch.lerp(table[left], table[left + 1], time - left).exp()
+        sigma = torch.lerp(table.take(left), table.take(left + 1), time - left).exp()
         return torch.where(time >= self.time_max, self.sigma_max, sigma)
 
     def native_grid(self, steps: int) -> Tensor:
@@ -149,7 +166,16 @@ class VP:
             times = torch.linspace(count - 1, 0, points, dtype=torch.float64).round()
         if times[0] > self.time_max:
             raise ValueError(f"{steps} steps with offset {self.offset} go beyond timestep {count}")
-        return levels.to_zero(self.sigma_at(times[:steps]))
+        grid = self.sigma_at(times[:steps])
+        if self.karras and steps > 1:
+            # Open-ended schedulers take the ends of the whole table, the others of their grid.
+            ends = [self.sigma_min, self.sigma_max] if self.open_end else grid[[-1, 0]].tolist()
+            grid = levels.polynomial(steps, *ends)
+        return levels.to_zero(grid)
+
+    def start(self, noise: Tensor, sigma: float | Tensor) -> Tensor:
+        """Unit variance in its own coordinates, whatever the first level: sqrt(1 + sigma^2)."""
+        return math.sqrt(1 + float(sigma) ** 2) * noise
 
 
 @dataclass(frozen=True)
@@ -162,6 +188,10 @@ class Flow:
     shift_scale: float = 1.0
     time_scale: float = 1000.0
     first_time: float = 1e-3  # the smallest t that the sampler's grid starts its ramp from
+
+    @property
+    def sigma_data(self) -> float:
+        return 1.0
 
     @property
     def sigma_min(self) -> float:
@@ -195,15 +225,24 @@ class Flow:
     def native_grid(self, steps: int) -> Tensor:
         """As diffusers' FlowMatchEulerDiscreteScheduler: its ramp ends at the once-shifted first
         time, and the whole ramp is then shifted."""
+        if steps < 1:
+            raise ValueError(f"a grid needs at least one step, not {steps}")
         last = float(self.time_at(torch.tensor(self.sigma_min, dtype=torch.float64)))
         ramp = torch.linspace(self.time_scale, last, steps, dtype=torch.float64)
         grid = levels.shift(self.sigma_at(ramp), self.shift_scale)
         grid[0] = SIGMA_CAP  # t = 1 is its own shift
         return levels.to_zero(grid)
 
+    def start(self, noise: Tensor, sigma: float | Tensor) -> Tensor:
+        return float(sigma) * noise
+
 
 class NetworkDenoiser(nn.Module):
-    """A network read as a denoiser: scale the input, tell the time, convert the output to x0."""
+    """A network read as a denoiser: scale the input, tell the time, convert the output to x0.
+
+    The network computes in the dtype of its weights. `clip` bounds x0, as some checkpoints were
+    sampled; not in training mode, where it would stop the gradient.
+    """
 
     def __init__(
         self,
@@ -214,6 +253,8 @@ class NetworkDenoiser(nn.Module):
         clip: float | None = None,
     ) -> None:
         super().__init__()
+        if prediction not in PREDICTIONS:
+            raise ValueError(f"unknown prediction {prediction!r}; known: {', '.join(PREDICTIONS)}")
         if prediction == "eps" and scaling.sigma_max >= SIGMA_CAP:
             raise ValueError(
                 "eps-prediction cannot be combined with a process whose signal vanishes (zero "
@@ -224,13 +265,15 @@ class NetworkDenoiser(nn.Module):
         self.scaling = scaling
         self.prediction: Prediction = prediction
         self.clip = clip
-        self.sigma_data = scaling.sigma_data if isinstance(scaling, EDM) else 1.0
 
     def forward(self, x: Tensor, sigma: Tensor, cond: Condition | None = None) -> Tensor:
-        weights = next(self.network.parameters(), None)
-        dtype = x.dtype if weights is None else weights.dtype
-        time = self.scaling.time_at(sigma).to(x.device, torch.float32).expand(len(x))
+        weights = (p.dtype for p in self.network.parameters() if p.is_floating_point())
+        dtype = next(weights, x.dtype)
+        time = self.scaling.time_at(sigma).to(x.device, torch.float32, non_blocking=True)
+        time = time.expand(len(x))
         scaled = rows(self.scaling.input_scale(sigma), x) * x
         output = self.network(scaled.to(dtype), time, cond).to(x.dtype)
-        x0 = to_x0(self.prediction, x, output, sigma, self.sigma_data)
-        return x0 if self.clip is None else x0.clamp(-self.clip, self.clip)
+        x0 = to_x0(self.prediction, x, output, sigma, self.scaling.sigma_data)
+        if self.clip is None or self.training:
+            return x0
+        return x0.clamp(-self.clip, self.clip)

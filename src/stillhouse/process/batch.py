@@ -14,7 +14,8 @@ class Record:
     Every field is a tensor whose first axis counts samples, another `Record`, or None (absent).
     """
 
-    def _map(self, function: Any) -> Self:
+    def map(self, function: Any) -> Self:
+        """The record with `function` applied to every field that is present."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return replace(self, **{k: function(v) for k, v in values.items() if v is not None})  # type: ignore[type-var]
 
@@ -31,10 +32,10 @@ class Record:
 
     def __getitem__(self, rows: slice | Tensor | Sequence[int]) -> Self:
         """Rows by slice, index tensor or mask. One integer would drop the axis: use a slice."""
-        if isinstance(rows, int):
-            raise TypeError("index a record by a slice or a tensor, not by one integer")
         rows = rows if isinstance(rows, slice) else torch.as_tensor(rows)
-        return self._map(lambda value: value[rows])
+        if isinstance(rows, Tensor) and rows.ndim == 0:
+            raise TypeError("index a record by a slice or a tensor, not by one integer")
+        return self.map(lambda value: value[rows])
 
     def to(
         self,
@@ -49,11 +50,15 @@ class Record:
             keep = isinstance(value, Tensor) and not value.is_floating_point()
             return value.to(device=device, dtype=None if keep else dtype, non_blocking=non_blocking)
 
-        return self._map(move)
+        return self.map(move)
+
+    def pin_memory(self) -> Self:
+        """Page-locked copies, for asynchronous transfers; a DataLoader calls this."""
+        return self.map(lambda value: value.pin_memory())
 
     def expand(self, count: int) -> Self:
         """Repeats a record of one row to `count` rows without copying."""
-        return self._map(
+        return self.map(
             lambda v: v.expand(count, *v.shape[1:]) if isinstance(v, Tensor) else v.expand(count)
         )
 
@@ -85,18 +90,21 @@ class Condition(Record):
     control: Tensor | None = None  # [B, K] sizes, crops, flips: composition and detail
     steps: Tensor | None = None  # [B] number of sampling steps (step-conditioned students)
 
+    def same_as(self, other: "Condition") -> bool:
+        """Whether every field is the very same tensor: nothing was replaced."""
+        return all(getattr(self, f.name) is getattr(other, f.name) for f in fields(self))
+
     def drop(self, rows: Tensor, null: "Condition", *, only: Sequence[str] = ()) -> "Condition":
         """Replaces the marked rows by `null` (one row), in all fields or in `only` those named.
 
-        `rows` is a boolean mask. This is the condition dropout of classifier-free guidance.
+        `rows` is a boolean mask. This is the condition dropout of classifier-free guidance. A field
+        that `null` does not have (sizes, step counts) keeps its value: there is no "none" of it.
         """
         changed: dict[str, Tensor] = {}
         for field in fields(self):
             value, empty = getattr(self, field.name), getattr(null, field.name)
-            if value is None or (only and field.name not in only):
+            if value is None or empty is None or (only and field.name not in only):
                 continue
-            if empty is None:
-                raise ValueError(f"the null condition has no {field.name!r}, the condition has")
             mask = rows.to(value.device).view(-1, *[1] * (value.ndim - 1))
             changed[field.name] = torch.where(mask, empty.to(value), value)
         return replace(self, **changed)
@@ -112,3 +120,18 @@ class Batch(Record):
     key: Tensor | None = None  # [B] images seen before this one, over the whole run
     noise: Tensor | None = None  # drawn by the prefetch; objectives draw by key where absent
     sigma: Tensor | None = None  # [B]
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> Self:
+        """Moves and casts, but `key` and `ids` stay on the host, where randomness is drawn, and
+        `sigma` keeps its precision: in bfloat16 timestep 501 would be 500."""
+        moved = super().to(device, dtype, non_blocking=non_blocking)
+        sigma = self.sigma
+        if sigma is not None:
+            sigma = sigma.to(device, non_blocking=non_blocking)
+        return replace(moved, key=self.key, ids=self.ids, sigma=sigma)

@@ -18,7 +18,7 @@ SIGMA_CAP = 1e5
 
 
 class Timed(Protocol):
-    """A process that counts its own time: 0 is data, `time_max` is noise."""
+    """A process that counts its own time, which grows with the noise up to `time_max`."""
 
     @property
     def time_max(self) -> float: ...
@@ -110,6 +110,8 @@ class Density(Protocol):
         ...
 
 
+_SMALLEST = 1e-4
+
 # u is kept inside the open interval so that unbounded densities stay finite.
 _EDGE = 2.0**-33
 
@@ -149,7 +151,11 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class UniformTime:
-    """Uniform in the process's own time; whole timesteps only where `discrete`."""
+    """Uniform in the process's own time from 0; whole timesteps only where `discrete`.
+
+    For processes whose time 0 is (nearly) no noise: VP and flow. In EDM's time, ln(sigma)/4, use
+    `LogUniform`.
+    """
 
     process: Timed
     discrete: bool = False
@@ -157,7 +163,9 @@ class UniformTime:
     def quantile(self, u: Tensor) -> Tensor:
         last = self.process.time_max
         if self.discrete:
-            return self.process.sigma_at((u.double() * (last + 1)).floor().clamp(max=last))
+            time = (u.double() * (last + 1)).floor().clamp(max=last)
+            # A flow's timestep 0 is no noise at all: it teaches nothing and divides by zero.
+            return self.process.sigma_at(time).clamp(min=_SMALLEST)
         # Time 0 is no noise at all, which teaches nothing and divides by zero.
         return self.process.sigma_at(u.double().clamp(min=_EDGE) * last)
 

@@ -71,6 +71,11 @@ class KeyedNoise:
 def noise_source(generator: torch.Generator | NoiseSource | None) -> NoiseSource:
     """One interface over a torch generator, keyed noise, or the global generator (None)."""
     if generator is not None and not isinstance(generator, torch.Generator):
+        if not callable(generator):
+            kind = type(generator).__name__
+            raise TypeError(
+                f"generator is a torch.Generator or KeyedNoise(indices, seed), not {kind}"
+            )
         return generator
 
     def draw_from_generator(like: Tensor, draw: int) -> Tensor:

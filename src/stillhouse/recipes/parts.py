@@ -8,7 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from stillhouse.config import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,12 +21,6 @@ if TYPE_CHECKING:
 
 Order = Annotated[int, Field(ge=1, le=4)]
 Share = Annotated[float, Field(ge=0)]
-
-
-class Config(BaseModel):
-    """Base of every config."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 # ---------------------------------------------------------------- solvers
@@ -93,24 +89,30 @@ class Deis(SolverConfig):
 class EdmChurn(SolverConfig):
     kind: Literal["edm-churn"] = "edm-churn"
     churn: Share = 40.0
+    """How much noise is added, shared among the steps."""
     sigma_from: Share = 0.05
     sigma_to: Share = 50.0
+    """Noise is added between these two levels."""
     noise_scale: Share = 1.003
+    """Standard deviation of the added noise, a little over 1 against lost detail."""
 
 
 class EulerAncestral(SolverConfig):
     kind: Literal["euler-ancestral"] = "euler-ancestral"
     eta: Share = 1.0
+    """Share of the noise: 0 is the ODE, 1 the reverse of the forward process."""
 
 
 class DpmppSde(SolverConfig):
     kind: Literal["dpmpp-sde"] = "dpmpp-sde"
     eta: Share = 1.0
+    """Share of the noise: 0 is the ODE, 1 the reverse of the forward process."""
 
 
 class Dpmpp2MSde(SolverConfig):
     kind: Literal["dpmpp-2m-sde"] = "dpmpp-2m-sde"
     eta: Share = 1.0
+    """Share of the noise: 0 is the ODE, 1 the reverse of the forward process."""
 
 
 Solver = Annotated[
@@ -156,9 +158,9 @@ class RangedGrid(Config, ABC):
     def build(self, scaling: "Scaling", steps: int) -> "Tensor":
         from stillhouse.process import levels
 
-        low = self.sigma_min or scaling.sigma_min
-        high = self.sigma_max or scaling.sigma_max
-        grid = self.levels(steps if self.to_zero else steps + 1, low, high, scaling)
+        count = steps if self.to_zero else steps + 1
+        low, high = self.sigma_min or scaling.sigma_min, self.sigma_max or scaling.sigma_max
+        grid = self.levels(count, low, high, scaling)
         return levels.to_zero(grid) if self.to_zero else grid
 
     @abstractmethod
@@ -166,12 +168,34 @@ class RangedGrid(Config, ABC):
         """`count` levels from `high` down to `low`."""
 
 
-class PolynomialLevels(RangedGrid):
+class BelowCap(RangedGrid):
+    """A grid in sigma itself, which must not be spaced from a cap that stands for infinity."""
+
+    below_cap: PositiveFloat = 80.0
+    """Where the signal vanishes at first (flow, zero-SNR): the level after that first one."""
+
+    def levels(self, count: int, low: float, high: float, scaling: "Scaling") -> "Tensor":
+        import torch
+
+        from stillhouse.process import SIGMA_CAP
+
+        if high < SIGMA_CAP or count == 1:
+            return self.spaced(count, low, high)
+        rest = self.spaced(count - 1, low, self.below_cap)
+        return torch.cat([rest.new_tensor([SIGMA_CAP]), rest])
+
+    @abstractmethod
+    def spaced(self, count: int, low: float, high: float) -> "Tensor":
+        """`count` levels between finite ends."""
+
+
+class PolynomialLevels(BelowCap):
     """Even in sigma^(1/rho)."""
 
     rho: PositiveFloat = 7.0
+    """Larger: more levels at little noise."""
 
-    def levels(self, count: int, low: float, high: float, scaling: "Scaling") -> "Tensor":
+    def spaced(self, count: int, low: float, high: float) -> "Tensor":
         from stillhouse.process import levels
 
         return levels.polynomial(count, low, high, self.rho)
@@ -183,12 +207,12 @@ class PolynomialGrid(PolynomialLevels):
     kind: Literal["polynomial"] = "polynomial"
 
 
-class LogSnrGrid(RangedGrid):
+class LogSnrGrid(BelowCap):
     """Even in log-SNR."""
 
     kind: Literal["log-snr"] = "log-snr"
 
-    def levels(self, count: int, low: float, high: float, scaling: "Scaling") -> "Tensor":
+    def spaced(self, count: int, low: float, high: float) -> "Tensor":
         from stillhouse.process import levels
 
         return levels.uniform_log_snr(count, low, high)
@@ -239,8 +263,15 @@ class GuidedConfig(Config):
     weight: float = 2.0
     """1 is no guidance; more is stronger."""
     low: Share = 0.0
-    high: Share = float("inf")
     """Guide only while low < sigma <= high."""
+    high: Share = 1e5
+    """The default is beyond every noise level."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Everywhere, or as asked for."""
+        everywhere = self.low == 0 and self.high >= 1e5
+        return (0.0, float("inf")) if everywhere else (self.low, self.high)
 
 
 class ClassifierFree(GuidedConfig):
@@ -255,7 +286,7 @@ class ClassifierFree(GuidedConfig):
                 "classifier-free guidance needs the label that stands for no class: give it as "
                 "--null-label"
             )
-        return classifier_free(denoiser, null, self.weight, (self.low, self.high))
+        return classifier_free(denoiser, null, self.weight, self.interval)
 
 
 class Autoguidance(GuidedConfig):
@@ -269,7 +300,7 @@ class Autoguidance(GuidedConfig):
 
         if not self.model:
             raise UserError("autoguidance needs the worse model: give it as --guidance.model")
-        return autoguidance(denoiser, load(self.model), self.weight, (self.low, self.high))
+        return autoguidance(denoiser, load(self.model), self.weight, self.interval)
 
 
 Guidance = Annotated[NoGuidance | ClassifierFree | Autoguidance, Field(discriminator="kind")]

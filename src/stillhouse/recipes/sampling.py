@@ -7,7 +7,8 @@ Running the same command again draws only the batches that are missing.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from stillhouse import __version__
+from stillhouse.engine.world import World, world
 from stillhouse.errors import UserError
 from stillhouse.process import KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
@@ -29,7 +31,6 @@ from stillhouse.recipes.parts import (
     SearchedGrid,
     Solver,
 )
-from stillhouse.recipes.processes import World, world
 from stillhouse.recipes.progress import progress_bar
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
 from stillhouse.solvers import Counted, Progress, search_grid
@@ -43,6 +44,7 @@ class SampleRun(Config):
     model: str = ""
     """A diffusers directory, a hub id, or toy:NAME for a 2-D target."""
     solver: Solver = Dpmpp3M()
+    """--solver NAME is short for --solver.kind NAME; so are --grid and --guidance."""
     grid: Grid = NativeGrid()
     guidance: Guidance = NoGuidance()
     steps: PositiveInt = 10
@@ -50,10 +52,11 @@ class SampleRun(Config):
     count: PositiveInt = 64
     """How many samples."""
     seed: int = 0
+    """Sample i follows from the seed and i alone."""
     batch: PositiveInt = 16
     """Samples per network call."""
     labels: tuple[int, ...] = ()
-    """Classes to draw, in turn; all classes in turn if not given."""
+    """Classes to draw, in turn (--labels 1 2 3); all of them if not given."""
     null_label: int | None = None
     """The label that stands for no class, for classifier-free guidance."""
     out: Path = Path("samples")
@@ -77,19 +80,18 @@ def run(config: SampleRun) -> dict[str, Any]:
             here.device,
         )
         subject = load_subject(config.model, wish)
-        grid = build_grid(config, subject, here.device)
-        record = start_record(config, subject, grid)
         if here.rank == 0:
-            claim_folder(config.out, record)
+            claim_folder(config, subject, here.device)
         here.barrier()
-        started, drawn = time.perf_counter(), draw_missing(config, subject, grid, here)
-        here.barrier()
+        # One grid for all: a search could tip over by a rounding on another process.
+        record = read_record(config.out)
+        grid = torch.tensor(record["sigmas"], dtype=torch.float64)
+        started, mine = time.perf_counter(), draw_missing(config, subject, grid, here)
+        drawn = int(here.total(mine))
         seconds = time.perf_counter() - started
         if here.rank == 0:
-            finish(config, subject, record, here.total(drawn), seconds)
-        else:
-            here.total(drawn)
-    return record
+            finish(config, subject, record, drawn, seconds)
+    return {**record, "drawn_now": drawn}
 
 
 # ---------------------------------------------------------------- the walk
@@ -109,11 +111,14 @@ def _search(
     config: SampleRun, grid: SearchedGrid, subject: Subject, device: torch.device
 ) -> Tensor:
     fine = grid.build(subject.scaling, grid.fine - 1)
-    noise = starting_noise(subject.shape, range(grid.samples), seed=config.seed + 1).to(device)
     count = config.steps + 1
+    if count > len(fine):
+        raise UserError(f"{config.steps} steps cannot be chosen from --grid.fine {grid.fine}")
+    print(f"searching a grid: {2 * (len(fine) - 1)} evaluations of {grid.samples} samples ...")
+    noise = starting_noise(subject.shape, range(grid.samples), seed=config.seed + 1).to(device)
     found = search_grid(
         subject.denoiser,
-        float(fine[0]) * noise,
+        subject.scaling.start(noise, fine[0]),
         fine,
         [count],
         subject.condition(range(grid.samples), device),
@@ -137,7 +142,18 @@ def draw_missing(config: SampleRun, subject: Subject, grid: Tensor, here: World)
             states = draw_batch(
                 config, subject, grid, batch, here.device, lambda _, share=share: advance(share)
             )
-            save_batch(config, subject, batch, states)
+            if not bool(torch.isfinite(states).all()):
+                raise UserError(
+                    f"samples {batch[0]} to {batch[-1]} are not finite. Are the weights whole? Try "
+                    "--dtype float32, more steps, or less guidance."
+                )
+            try:
+                save_batch(config, subject, batch, states)
+            except OSError as error:
+                raise UserError(
+                    f"{config.out} cannot be written to ({error}). Make room and run the same "
+                    "command again: it goes on where it stopped."
+                ) from error
     return total
 
 
@@ -146,8 +162,18 @@ def missing_batches(config: SampleRun, subject: Subject, here: World) -> Iterato
     for number, first in enumerate(range(0, config.count, config.batch)):
         batch = list(range(first, min(first + config.batch, config.count)))
         mine = number % here.size == here.rank
-        if mine and not all(f.is_file() for f in batch_files(config, subject, batch)):
+        if mine and not all(_is_whole(f, len(batch)) for f in batch_files(config, subject, batch)):
             yield batch
+
+
+def _is_whole(file: Path, rows: int) -> bool:
+    """Files appear whole; a batch of tensors may still be from when the run was shorter."""
+    if file.suffix != ".safetensors" or not file.is_file():
+        return file.is_file()
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as stored:
+        return stored.get_slice("samples").get_shape()[0] == rows
 
 
 def batch_files(config: SampleRun, subject: Subject, batch: list[int]) -> list[Path]:
@@ -175,7 +201,7 @@ def draw_batch(
     noise = starting_noise(subject.shape, indices, seed=config.seed).to(device)
     return config.solver.build()(
         subject.denoiser,
-        float(grid[0]) * noise,
+        subject.scaling.start(noise, grid[0]),
         grid,
         subject.condition(indices, device),
         generator=KeyedNoise(indices, seed=config.seed),
@@ -186,61 +212,92 @@ def draw_batch(
 def save_batch(config: SampleRun, subject: Subject, batch: list[int], states: Tensor) -> None:
     """Writes images, and the tensors where asked for; each file appears whole."""
     if subject.toy is None:
-        images = states if subject.codec is None else subject.codec.decode(states)
+        with torch.no_grad():
+            images = states if subject.codec is None else subject.codec.decode(states)
         for index, image in zip(batch, images, strict=True):
             pictures.save_png(image, image_file(config, index))
     if config.tensors or subject.toy is not None:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         target = config.out / "tensors" / f"{batch[0]:06d}.safetensors"
         partial = target.with_suffix(".partial")
-        save_file({"samples": states.contiguous().cpu()}, partial)
+        partial.write_bytes(save({"samples": states.contiguous().cpu()}))
         partial.replace(target)
 
 
 # ---------------------------------------------------------------- the record
 
 
-def start_record(config: SampleRun, subject: Subject, grid: Tensor) -> dict[str, Any]:
-    """Everything that decides what the samples are."""
-    run = config.model_dump(mode="json", exclude={"out", "device"})
+def start_record(config: SampleRun, subject: Subject) -> dict[str, Any]:
+    """Everything that decides what the samples are, but for the grid."""
     return {
-        "run": run,
-        "sigmas": grid.tolist(),
-        "weights": subject.fingerprint,
-        "stillhouse": __version__,
-        "torch": torch.__version__,
+        "run": config.model_dump(mode="json", exclude={"out", "device"}),
+        "files": subject.fingerprints(),
+        # numpy draws the noise, and may change its stream with a version.
+        "versions": {name: version(name) for name in ("torch", "numpy", "diffusers")}
+        | {"stillhouse": __version__},
     }
 
 
-def claim_folder(out: Path, record: dict[str, Any]) -> None:
+def read_record(out: Path) -> dict[str, Any]:
+    """The record of an output folder."""
+    try:
+        return dict(json.loads((out / RECORD).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{out / RECORD} cannot be read ({error}). Remove it to start over."
+        ) from error
+
+
+def write_record(out: Path, record: dict[str, Any]) -> None:
+    """Appears whole or not at all."""
+    partial = out / f"{RECORD}.partial"
+    partial.write_text(json.dumps(record, indent=2))
+    partial.replace(out / RECORD)
+
+
+def claim_folder(config: SampleRun, subject: Subject, device: torch.device) -> None:
     """Starts the output folder, or makes sure that it belongs to this very run."""
-    path = out / RECORD
-    for part in ("images", "tensors"):
-        (out / part).mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
-        path.write_text(json.dumps(record, indent=2))
+    out, record = config.out, start_record(config, subject)
+    try:
+        for part in ("images", "tensors"):
+            (out / part).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error})") from error
+    drawn = any((out / "images").iterdir()) or any((out / "tensors").iterdir())
+    if not drawn:  # nothing here yet that a mistake of an earlier try could spoil
+        record["sigmas"] = build_grid(config, subject, device).tolist()
+        write_record(out, record)
         return
-    old = json.loads(path.read_text())
-    changed = _differences(old.get("run", {}), record["run"])
-    for key in ("sigmas", "weights"):
-        if not changed and old.get(key) != record[key]:
-            changed.append(key)
+    if not (out / RECORD).is_file():
+        raise UserError(f"{out} holds images but no {RECORD}: choose another --out")
+    old = read_record(out)
+    changed = _differences(old.get("run", {}), record["run"], ignored=_free(config, subject))
+    changed += _differences(old.get("files", {}), record["files"])
     if changed:
         raise UserError(
-            f"{out} holds samples of another run ({', '.join(changed)} differ). Choose another "
-            "--out, or remove it."
+            f"{out} holds samples of another run ({', '.join(changed)}). Choose another --out, or "
+            "remove it."
         )
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    """Dotted names whose values differ. More samples of the same run are no difference."""
+def _free(config: SampleRun, subject: Subject) -> set[str]:
+    """What may change between tries. The model is known by its files, not by how it is spelled;
+    the batch may change (to save memory) where no batches are stored."""
+    stored = config.tensors or subject.toy is not None
+    return {"count", "model"} | (set() if stored else {"batch"})
+
+
+def _differences(
+    old: dict[str, Any], new: dict[str, Any], path: str = "", ignored: Container[str] = ()
+) -> list[str]:
+    """Dotted names whose values differ, with both values."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         name, a, b = f"{path}{key}", old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{name}.")
-        elif a != b and name != "count":
+            found += _differences(a, b, f"{name}.", ignored)
+        elif a != b and name not in ignored:
             found.append(f"{name}: {a} -> {b}")
     return found
 
@@ -254,13 +311,13 @@ def finish(
         pictures.image_grid(shown, config.out / "grid.png")
     else:
         draw_trajectories(config, subject, torch.tensor(record["sigmas"], dtype=torch.float64))
-    record |= {
-        "evaluations_per_sample": count_evaluations(config, record["sigmas"]),
-        "drawn_now": drawn,
-        "seconds": round(seconds, 3),
-        "samples_per_second": round(drawn / seconds, 3) if drawn else None,
-    }
-    (config.out / RECORD).write_text(json.dumps(record, indent=2))
+    record["run"]["count"] = config.count
+    record["evaluations_per_sample"] = count_evaluations(config, record["sigmas"])
+    if drawn:
+        speed = round(drawn / seconds, 3)
+        session = {"drawn": drawn, "seconds": round(seconds, 3), "samples_per_second": speed}
+        record["sessions"] = [*record.get("sessions", []), session]
+    write_record(config.out, record)
 
 
 def count_evaluations(config: SampleRun, sigmas: list[float]) -> int:
@@ -276,7 +333,7 @@ def draw_trajectories(config: SampleRun, subject: Subject, grid: Tensor) -> None
     assert subject.toy is not None
     device = torch.device("cpu")
     indices = list(range(config.count))
-    states = [float(grid[0]) * starting_noise((2,), indices, seed=config.seed)]
+    states = [subject.scaling.start(starting_noise((2,), indices, seed=config.seed), grid[0])]
     draw_batch(config, subject, grid, indices, device, lambda p: states.append(p.x))
     data = subject.toy.sample(3000, torch.Generator().manual_seed(0))
     title = f"{config.model}, {config.solver.kind}, {config.steps} steps"

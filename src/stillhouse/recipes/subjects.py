@@ -1,7 +1,7 @@
 """What is sampled or measured: a checkpoint or a toy, made ready with its guidance and labels."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,17 @@ import torch
 
 from stillhouse.errors import UserError
 from stillhouse.models import Codec
-from stillhouse.pipelines import load_codec, load_denoiser, resolve_folder, weight_files
-from stillhouse.process import EDM, TOYS, Condition, Denoiser, GaussianMixture, Scaling
-from stillhouse.recipes.parts import Guidance
+from stillhouse.pipelines import checkpoint_files, load_codec, load_denoiser, resolve_folder
+from stillhouse.process import (
+    EDM,
+    TOYS,
+    Condition,
+    Denoiser,
+    GaussianMixture,
+    NetworkDenoiser,
+    Scaling,
+)
+from stillhouse.recipes.parts import Autoguidance, ClassifierFree, Guidance
 
 
 @dataclass(frozen=True)
@@ -23,10 +31,14 @@ class Subject:
     denoiser: Denoiser
     scaling: Scaling
     shape: tuple[int, ...]
-    fingerprint: str  # of the weights
+    files: Mapping[str, Sequence[Path]]  # what it was read from, by role
     labels: tuple[int, ...] = ()  # sample i has class labels[i mod n]; none where empty
     codec: Codec | None = None
     toy: GaussianMixture | None = None
+
+    def fingerprints(self) -> dict[str, str]:
+        """SHA-256 of everything that was read, by role."""
+        return {role: fingerprint(files) for role, files in self.files.items()}
 
     def condition(self, indices: Iterable[int], device: torch.device) -> Condition | None:
         """What samples with these indices are conditioned on."""
@@ -60,7 +72,7 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
     load = partial(load_denoiser, dtype=wish.dtype, device=wish.device)
     denoiser = load(name)
     network: Any = denoiser.network
-    _check_conditions(name, network)
+    _check_conditions(name, network, wish)
     codec = load_codec(name, device=wish.device)
     channels = network.data_shape[0]
     if codec is None and channels not in (1, 3):
@@ -68,18 +80,34 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
             f"{name} draws {channels}-channel latents and has no vae folder to turn them into "
             "images"
         )
-    null = network.null_label if wish.null_label is None else wish.null_label
+    null = _null_label(wish.null_label, network)
+    guide = partial(_guide, load, network)
     return Subject(
-        wish.guidance.build(denoiser, _null_condition(null, wish.device), load),
+        wish.guidance.build(denoiser, _null_condition(null, wish.device), guide),
         denoiser.scaling,
         network.data_shape,
-        fingerprint(weight_files(resolve_folder(name))),
+        checkpoint_files(resolve_folder(name)) | _guide_files(wish.guidance),
         _labels(wish.labels, network.classes, null) if network.classes else (),
         codec,
     )
 
 
-def _check_conditions(name: str, network: Any) -> None:
+def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> NetworkDenoiser:
+    """A guide must take what the guided network takes."""
+    guide = load(name)
+    network: Any = guide.network
+    for what in ("data_shape", "condition_shapes"):
+        ours, theirs = getattr(wanted, what), getattr(network, what)
+        if ours != theirs:
+            raise UserError(f"{name} cannot guide: its {what} is {theirs}, the model's {ours}")
+    return guide
+
+
+def _check_conditions(name: str, network: Any, wish: Wish) -> None:
+    if network.model.config.sample_size is None:
+        raise UserError(f"{name} does not say its image size: put sample_size into its config.json")
+    if not network.classes and (wish.labels or isinstance(wish.guidance, ClassifierFree)):
+        raise UserError(f"{name} knows no classes: --labels and classifier-free guidance need them")
     possible = {"label"} if network.classes else set()
     foreign = set(network.condition_shapes) - possible
     if foreign:
@@ -95,11 +123,15 @@ def _toy(name: str, wish: Wish) -> Subject:
         raise UserError(f"there is no toy:{name}; there are {', '.join(f'toy:{t}' for t in TOYS)}")
     toy, null = TOYS[name](), -1
     classes = 0 if toy.labels is None else int(toy.labels.max()) + 1
+    if isinstance(wish.guidance, Autoguidance):
+        raise UserError("a toy has no worse version of itself: autoguidance needs a checkpoint")
+    if isinstance(wish.guidance, ClassifierFree) and not wish.labels:
+        raise UserError(f"toy:{name} is guided towards --labels (it has {classes} classes)")
     return Subject(
         wish.guidance.build(toy, _null_condition(null, wish.device), load_denoiser),
         EDM(sigma_data=0.7),
         (2,),
-        f"toy:{name}",
+        _guide_files(wish.guidance),
         _labels(wish.labels, classes, null) if wish.labels else (),
         toy=toy,
     )
@@ -109,12 +141,27 @@ def _null_condition(label: int | None, device: torch.device) -> Condition | None
     return None if label is None else Condition(label=torch.tensor([label], device=device))
 
 
+def _null_label(asked: int | None, network: Any) -> int | None:
+    if asked is None:
+        return network.null_label
+    if asked not in {*range(network.classes or 0), network.null_label}:
+        raise UserError(f"--null-label {asked} is not among the model's {network.classes} classes")
+    return asked
+
+
 def _labels(asked: Sequence[int], classes: int, null: int | None) -> tuple[int, ...]:
-    labels = tuple(asked) or tuple(range(classes))
-    wrong = [label for label in labels if label not in {*range(classes), null}]
-    if wrong:
-        raise UserError(f"label {wrong[0]} is not among the model's {classes} classes")
+    labels = tuple(asked) or tuple(label for label in range(classes) if label != null)
+    for label in labels:
+        if label not in {*range(classes), null}:
+            raise UserError(f"label {label} is not among the model's {classes} classes")
     return labels
+
+
+def _guide_files(guidance: Guidance) -> dict[str, list[Path]]:
+    if not isinstance(guidance, Autoguidance):
+        return {}
+    parts = checkpoint_files(resolve_folder(guidance.model))
+    return {f"guide {role}": files for role, files in parts.items()}
 
 
 def fingerprint(files: Iterable[Path]) -> str:

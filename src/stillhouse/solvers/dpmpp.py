@@ -8,15 +8,21 @@ Exact is not better at few steps.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Unpack
+from typing import Literal, Unpack, get_args
 
 from torch import Tensor
 
 from stillhouse.process import Condition, Denoiser
 from stillhouse.solvers.quadrature import phi
-from stillhouse.solvers.walk import Options, Point, first_order, level_gap, walk
+from stillhouse.solvers.walk import Options, Point, Predict, first_order, level_gap, walk
 
 Variant = Literal["compat", "exact"]
+
+
+def _step(variant: Variant) -> Predict:
+    if variant not in get_args(Variant):
+        raise ValueError(f"variant is compat or exact, not {variant!r}")
+    return partial(dpmpp_predict, variant=variant)
 
 
 def dpmpp_predict(points: Sequence[Point], sigma_next: float, *, variant: Variant) -> Tensor:
@@ -47,8 +53,7 @@ def sample_dpmpp_2m(
     **options: Unpack[Options],
 ) -> Tensor:
     """Second order, one evaluation a step. `compat` has -phi1/2 where `exact` has phi2."""
-    predict = partial(dpmpp_predict, variant=variant)
-    return walk(denoiser, x, sigmas, cond, predict, order=2, options=options)
+    return walk(denoiser, x, sigmas, cond, _step(variant), order=2, options=options)
 
 
 def sample_dpmpp_3m(
@@ -61,5 +66,4 @@ def sample_dpmpp_3m(
     **options: Unpack[Options],
 ) -> Tensor:
     """Three points of history; third order only as `exact`."""
-    predict = partial(dpmpp_predict, variant=variant)
-    return walk(denoiser, x, sigmas, cond, predict, order=3, options=options)
+    return walk(denoiser, x, sigmas, cond, _step(variant), order=3, options=options)

@@ -10,7 +10,7 @@ order-1 corrector (a factor 1/2 in place of the solution).
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Unpack
+from typing import Literal, Unpack, get_args
 
 from torch import Tensor
 
@@ -83,6 +83,8 @@ def sample_unipc(
     **options: Unpack[Options],
 ) -> Tensor:
     """Unified predictor-corrector; the last step is never corrected."""
+    if b not in get_args(B):
+        raise ValueError(f"b is bh1 or bh2, not {b!r}")
     return walk(
         denoiser,
         x,

@@ -36,13 +36,18 @@ class Guided:
     interval: Interval = EVERYWHERE
 
     def __call__(self, x: Tensor, sigma: Tensor, cond: Condition | None = None) -> Tensor:
-        low, high = self.interval
-        inside = (sigma > low) & (sigma <= high)
-        if self.weight == 1 or not bool(inside.any()):
+        if self.weight == 1:
             return self.wanted(x, sigma, cond)
+        weight: float | Tensor = self.weight
+        if self.interval != EVERYWHERE:
+            low, high = self.interval
+            inside = (sigma > low) & (sigma <= high)
+            if not bool(inside.any()):
+                return self.wanted(x, sigma, cond)
+            full = torch.full_like(sigma, self.weight, dtype=torch.float64)
+            weight = rows(torch.where(inside, full, 1.0), x)
         wanted, guide = self.both(x, sigma, cond)
-        weight = rows(torch.where(inside, self.weight, 1.0).double(), x)
-        return guide + weight.to(x) * (wanted - guide)
+        return guide + weight * (wanted - guide)
 
 
 def classifier_free(
@@ -53,12 +58,17 @@ def classifier_free(
     *,
     joined: bool = True,
 ) -> Guided:
-    """`null` is the dropped condition, one row. `joined` evaluates both in one double batch."""
+    """`null` is the dropped condition, one row; fields that it lacks keep their values.
+
+    `joined` evaluates both in one double batch.
+    """
 
     def both(x: Tensor, sigma: Tensor, cond: Condition | None) -> tuple[Tensor, Tensor]:
         if cond is None:
             raise ValueError("classifier-free guidance needs a condition to guide towards")
-        empty = null.expand(len(x)).to(x.device)
+        empty = cond.drop(torch.ones(len(x), dtype=torch.bool), null)
+        if empty.same_as(cond):
+            raise ValueError("the null condition has none of the condition's fields: no guidance")
         if not joined:
             return denoiser(x, sigma, cond), denoiser(x, sigma, empty)
         level = sigma if sigma.ndim == 0 else torch.cat([sigma, sigma])

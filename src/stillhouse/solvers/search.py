@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stillhouse.process import Condition, Denoiser
 from stillhouse.solvers.onestep import sample_heun
-from stillhouse.solvers.walk import Point, Progress, check_grid, first_order, level
+from stillhouse.solvers.walk import Point, Progress, check_grid, first_order
 
 
 def jump_costs(
@@ -19,20 +19,19 @@ def jump_costs(
 
     The trajectory is Heun's on the `fine` grid, from the states `x` at its first level.
     """
-    states = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x]
+    grid = check_grid(fine)
+    states, denoised = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x], []
 
     def keep(progress: Progress) -> None:
         states.append(progress.x)
+        denoised.append(progress.denoised)  # at the state that the step started from
 
     sample_heun(denoiser, states[0], fine, cond, callback=keep)
-    grid = check_grid(fine)
     cost = torch.full((len(grid), len(grid)), torch.inf, dtype=torch.float64)
-    for j, sigma in enumerate(grid[:-1]):
-        with torch.no_grad():
-            point = Point(sigma, states[j], denoiser(states[j], level(sigma), cond))
-        for i in range(j + 1, len(grid)):
-            miss = first_order(point, grid[i]) - states[i]
-            cost[j, i] = miss.flatten(1).norm(dim=1).mean().double()
+    for j in range(len(grid) - 1):
+        point = Point(grid[j], states[j], denoised[j])
+        misses = [first_order(point, grid[i]) - states[i] for i in range(j + 1, len(grid))]
+        cost[j, j + 1 :] = torch.stack([m.flatten(1).norm(dim=1).mean() for m in misses]).double()
     return cost
 
 

@@ -99,6 +99,14 @@ def walk(
     options: Options,
 ) -> Tensor:
     """Walks `x` along `sigmas`. `predict` sees the last points, as many as the order allows."""
+    unknown = set(options) - set(Options.__annotations__)
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"unknown solver options {sorted(unknown)}; every solver takes {known}")
+    if order < 1:
+        raise ValueError(f"the order of a solver counts from 1, not {order}")
+    if not x.is_floating_point():
+        raise TypeError(f"the state must be floating point, not {x.dtype}")
     grid = check_grid(sigmas)
     steps = len(grid) - 1
     callback = options.get("callback")
@@ -134,12 +142,14 @@ def analytical_slope(x: Tensor, sigma: float) -> Tensor:
 
 def check_grid(sigmas: Tensor) -> list[float]:
     """The grid as Python floats (one transfer from the device), refused if it isn't a walk."""
-    grid: list[float] = sigmas.double().flatten().tolist()
-    if len(grid) < 2:
-        raise ValueError(f"a walk needs at least two noise levels, not {len(grid)}")
+    sigmas = torch.as_tensor(sigmas, dtype=torch.float64)
+    if sigmas.ndim != 1 or len(sigmas) < 2:
+        raise ValueError(f"a walk needs a row of two or more noise levels, not {[*sigmas.shape]}")
+    grid: list[float] = sigmas.tolist()
     falling = all(a > b for a, b in itertools.pairwise(grid))
     if not falling or not all(map(math.isfinite, grid)) or grid[-1] < 0:
-        raise ValueError(f"noise levels must be finite and decrease, to no less than 0: {grid}")
+        shown = ", ".join(f"{s:.4g}" for s in grid[:8]) + (", ..." if len(grid) > 8 else "")
+        raise ValueError(f"noise levels must be finite and decrease, to no less than 0: {shown}")
     return grid
 
 

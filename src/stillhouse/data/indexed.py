@@ -1,0 +1,137 @@
+"""Indexed sources: the position in the data is the number of images seen, nothing else.
+
+Image k of the run (its key) belongs to epoch k // n and is row permutation(seed, epoch)[k % n] of
+the data set. A process takes its rows of each global batch. So any number of processes, any split
+and any resume give the same images under the same keys.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+from stillhouse.data.faults import Corrupt, Fault, FaultConfig, FaultLog
+from stillhouse.data.loaded import (
+    Loaded,
+    Maker,
+    Picture,
+    State,
+    WorkerStart,
+    finish,
+    rows_of,
+    worker_options,
+)
+from stillhouse.data.permutation import permute
+from stillhouse.data.rows import Row
+from stillhouse.data.sources import IndexedImages
+from stillhouse.errors import UserError
+
+_NEIGHBOURS = 16  # damaged images in a row that are passed over
+
+
+def rows_at(keys: Sequence[int], n: int, seed: int) -> list[int]:
+    """The rows of a data set of n that the images `keys` of the run are."""
+    epochs, places = np.divmod(np.asarray(keys, dtype=np.int64), n)
+    rows = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        rows[inside] = permute(places[inside], n, seed, int(epoch), "epoch")
+    return rows.tolist()
+
+
+@dataclass(frozen=True)
+class KeySampler:
+    """The keys of a process, one range per global batch, from `start` images on."""
+
+    batch: int
+    start: int = 0
+    stop: int | None = None
+    rank: int = 0
+    world: int = 1
+
+    def __iter__(self) -> Iterator[range]:
+        low, high = rows_of(self.batch, self.rank, self.world)
+        for base in count(self.start, self.batch):
+            stop = base + self.batch if self.stop is None else self.stop
+            keys = range(base + low, min(base + high, stop))
+            if base >= stop:
+                return
+            if keys:
+                yield keys
+
+
+class _Fetch(Dataset):
+    """A range of keys in, a batch out; runs in the workers."""
+
+    def __init__(self, images: IndexedImages, maker: Maker) -> None:
+        self.images, self.maker = images, maker
+
+    def __getitem__(self, keys: range) -> Loaded | UserError:
+        faults: list[Fault] = []
+        try:
+            rows = self.images.rows(rows_at(keys, len(self.images), self.maker.seed))
+            pictures = [self._good(*pair, faults) for pair in zip(rows, keys, strict=True)]
+            return self.maker.stack(pictures, keys, faults)
+        except UserError as error:
+            return error
+
+    def _good(self, row: Row, key: int, faults: list[Fault]) -> Picture:
+        """The picture, or that of the next row of the data set that can be used.
+
+        No other key sees a different image because of it, and the replacement is always the same.
+        """
+        n = len(self.images)
+        for _ in range(_NEIGHBOURS):
+            try:
+                return self.maker.picture(row, key)
+            except Corrupt as reason:
+                after = (row.id + 1) % n
+                faults.append(Fault(row.where, f"{reason}; image {after} is shown instead"))
+                row = self.images.rows([after])[0]
+        raise UserError(
+            f"{_NEIGHBOURS} images in a row cannot be used, up to {faults[-1]}. Is the image "
+            "column the right one?"
+        )
+
+
+class IndexedLoader:
+    """Batches of an indexed source through a plain DataLoader."""
+
+    def __init__(
+        self,
+        images: IndexedImages,
+        maker: Maker,
+        *,
+        batch: int,
+        start: int = 0,
+        stop: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        worker_start: WorkerStart = "auto",
+        faults: FaultConfig | None = None,
+    ) -> None:
+        self.images, self.maker = images, maker
+        self.sampler = KeySampler(batch, start, stop, rank, world)
+        self.options = worker_options(workers, worker_start)
+        self.log = FaultLog(faults or FaultConfig())
+        self.log.add(images.faults)
+        self.classes = images.classes
+        self.note = f"continues at image {start}" if start else ""
+
+    def __iter__(self) -> Iterator[Loaded]:
+        keys, batch = self.sampler, self.sampler.batch
+        loader = DataLoader(_Fetch(self.images, self.maker), sampler=keys, **self.options)  # type: ignore[arg-type]
+        try:
+            for step, item in enumerate(loader, start=1):
+                seen = keys.start + step * batch
+                yield finish(item, self.log, indexed_state(min(seen, keys.stop or seen)))
+        finally:
+            del loader  # ends its workers now, even where a traceback keeps this frame alive
+
+
+def indexed_state(images: int) -> State:
+    """The position of an indexed source, for a checkpoint."""
+    return {"kind": "indexed", "images": images}

@@ -1,0 +1,114 @@
+"""What a loader hands over, and how rows become it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stillhouse.data.faults import Fault, FaultLog
+from stillhouse.data.rows import Columns, Row, image_bytes, label_number, text_of
+from stillhouse.data.transforms import Frame, ImageConfig, Layout, array_image, decode, to_float
+from stillhouse.errors import UserError
+from stillhouse.process import Batch, Condition
+
+State = dict[str, Any]  # JSON
+WorkerStart = Literal["auto", "fork", "forkserver", "spawn"]
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A batch of this process, with what the tensors cannot say."""
+
+    batch: Batch
+    frame: Frame
+    text: tuple[str, ...] | None = None
+    faults: tuple[Fault, ...] = ()
+    state: State = field(default_factory=dict)
+    """The position after this batch: store that of the last batch consumed."""
+
+
+class Loader(Protocol):
+    """Gives this process its rows of one global batch after another, without end."""
+
+    log: FaultLog
+    classes: tuple[str, ...]
+    note: str  # how it resumed, for people
+
+    def __iter__(self) -> Iterator[Loaded]: ...
+
+
+class Picture(NamedTuple):
+    """One image, ready to be stacked."""
+
+    pixels: NDArray[np.uint8]
+    layout: Layout
+    label: int
+    text: str
+    id: int
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Turns rows into pictures and pictures into batches, in whichever process reads."""
+
+    image: ImageConfig
+    columns: Columns
+    seed: int
+
+    def picture(self, row: Row, key: int) -> Picture:
+        """Raises `Corrupt` if the row cannot be used."""
+        raw = image_bytes(row.image)
+        mode = self.image.mode
+        image = array_image(row.image, mode) if raw is None else decode(raw, mode)
+        label = label_number(row.label) if self.columns.label else 0
+        pixels, layout = self.image.apply(image, key, self.seed)
+        return Picture(pixels, layout, label, text_of(row.text), row.id)
+
+    def stack(
+        self, pictures: Sequence[Picture], keys: Iterable[int], faults: Iterable[Fault]
+    ) -> Loaded:
+        """A batch whose data is still uint8 (see `finish`)."""
+        label = torch.tensor([p.label for p in pictures]) if self.columns.label else None
+        batch = Batch(
+            data=torch.from_numpy(np.stack([p.pixels for p in pictures])),
+            condition=None if label is None else Condition(label=label),
+            ids=torch.tensor([p.id for p in pictures]),
+            key=torch.tensor(list(keys)),
+        )
+        text = tuple(p.text for p in pictures) if self.columns.text else None
+        return Loaded(batch, Frame.of([p.layout for p in pictures]), text, tuple(faults))
+
+
+def finish(item: Loaded | UserError, log: FaultLog, state: State) -> Loaded:
+    """In the training process: counts faults, makes floats, adds the position after this batch.
+
+    Workers return a `UserError` as a value: raised, it would arrive wrapped in a stack trace.
+    """
+    if isinstance(item, UserError):
+        raise item
+    log.add(item.faults)
+    batch = replace(item.batch, data=to_float(item.batch.data))
+    return replace(item, batch=batch, state=state)
+
+
+def rows_of(batch: int, rank: int, world: int) -> tuple[int, int]:
+    """The rows of a global batch that belong to a process: from, up to."""
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} of {world}")
+    if batch < world:
+        raise UserError(f"a global batch of {batch} has no row for each of {world} processes")
+    return batch * rank // world, batch * (rank + 1) // world
+
+
+def worker_options(workers: int, start: WorkerStart) -> dict[str, Any]:
+    """Options of a torch data loader that starts `workers` processes."""
+    context = None if start == "auto" or not workers else start
+    return {
+        "batch_size": None,
+        "num_workers": workers,
+        "multiprocessing_context": context,
+        "generator": torch.Generator(),  # of their own: the global one is the network's
+    }

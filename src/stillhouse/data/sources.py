@@ -1,0 +1,265 @@
+"""Where images come from: Parquet files, WebDataset tars, image folders; indexed or streamed.
+
+Paths are local or fsspec URLs (s3://bucket/train-*.tar), globs and folders allowed. Hugging Face
+`datasets` reads them. An indexed source is prepared once in datasets' cache and then read at
+random; its sample ids are its row numbers. A streamed source is read shard by shard, never stored;
+its sample ids are 63 bits of BLAKE2b over "shard name/row", where the shard's name is its path
+below the folder that all shards share, so that a copy elsewhere keeps its ids.
+"""
+
+import hashlib
+import posixpath
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from stillhouse.config import Config
+from stillhouse.data import shardfiles
+from stillhouse.data.faults import Fault
+from stillhouse.data.rows import Columns, Row, check_columns, raw_images, read_row
+from stillhouse.data.tars import read_tar
+from stillhouse.errors import UserError
+
+_CHUNK = 16  # rows of a Parquet file that are made Python objects at once
+
+Storage = dict[str, str | int | float | bool]
+
+
+class FileSource(Config):
+    """Files that hold many images each."""
+
+    builder: ClassVar[str]
+    suffix: ClassVar[str]
+
+    files: tuple[str, ...] = ()
+    """Paths, globs, folders or URLs."""
+    storage: Storage = Field(default_factory=dict)
+    """fsspec options such as endpoint_url. Keys belong in the environment, not in a config."""
+
+    def shards(self) -> list[str]:
+        """The files, sorted by path: the same list on every process."""
+        if not self.files:
+            raise UserError("the data source names no files: give them as --data.source.files")
+        return shardfiles.find(self.files, self.suffix, self.storage)
+
+    def open_shards(self, columns: Columns) -> "ShardedImages":
+        """For reading shard by shard."""
+        shards = self.shards()
+        return ShardedImages(self, shards, columns, self._features(shards))
+
+    def open_indexed(self, columns: Columns) -> "IndexedImages":
+        """For reading at random. Empty and unreadable files are left out, and told."""
+        good, faults = [], []
+        for path in self.shards():
+            reason = shardfiles.trouble(path, self.builder, self.storage)
+            if reason:
+                faults.append(Fault(path, reason))
+            else:
+                good.append(path)
+        if not good:
+            raise UserError(f"none of the files can be read; the first: {faults[0]}")
+        check_columns(self._features(good), columns, good[0])
+        data = load(self.builder, good, self.storage)
+        return IndexedImages(data, columns, tuple(faults))
+
+    def columns_of(self, path: str) -> Any:
+        """The columns of one shard, by name."""
+        return load(self.builder, [path], self.storage, streaming=True).features
+
+    def read(self, path: str, start: int, features: Any) -> Iterator[dict[str, Any]]:
+        """The rows of one shard from `start` on, with images still encoded."""
+        raise NotImplementedError
+
+    def _features(self, shards: Sequence[str]) -> Any:
+        """The columns, from the first shard that has any."""
+        problems = []
+        for path in shards:
+            try:
+                return self.columns_of(path)
+            except Exception as error:
+                fault = Fault(path, f"{type(error).__name__}: {error}")
+                if shardfiles.passing(error):
+                    raise UserError(f"the data cannot be reached; {fault}") from error
+                problems.append(fault)  # an empty or damaged shard; the reader counts it later
+        raise UserError(f"none of the {len(shards)} files can be read; the first: {problems[0]}")
+
+
+class Parquet(FileSource):
+    """Parquet files with a column of encoded images."""
+
+    builder: ClassVar[str] = "parquet"
+    suffix: ClassVar[str] = ".parquet"
+    kind: Literal["parquet"] = "parquet"
+    streaming: bool = False
+    """Read shard by shard instead of preparing an index."""
+
+    def read(self, path: str, start: int, features: Any) -> Iterator[dict[str, Any]]:
+        # By default a whole row group is held at once, and an empty file is an error.
+        data = load(
+            self.builder,
+            [path],
+            self.storage,
+            streaming=True,
+            features=raw_images(features),
+            batch_size=_CHUNK,
+        )
+        for table in data.skip(start).iter(batch_size=_CHUNK):
+            for row in zip(*table.values(), strict=True):
+                yield dict(zip(table, row, strict=True))
+
+
+class Tars(FileSource):
+    """WebDataset tars: members that share a name are one sample, the suffix is the column."""
+
+    builder: ClassVar[str] = "webdataset"
+    suffix: ClassVar[str] = ".tar"
+    kind: Literal["tars"] = "tars"
+    streaming: bool = True
+    """Read shard by shard instead of preparing an index."""
+
+    def columns_of(self, path: str) -> Any:
+        for row in read_tar(path, self.storage):
+            return dict.fromkeys(row)
+        raise ValueError("an empty archive")
+
+    def read(self, path: str, start: int, features: Any) -> Iterator[dict[str, Any]]:
+        return read_tar(path, self.storage, start)
+
+
+class Folder(Config):
+    """A folder of images; sub-folders are classes, metadata.csv or .jsonl adds columns."""
+
+    kind: Literal["folder"] = "folder"
+    path: str = ""
+    storage: Storage = Field(default_factory=dict)
+    """fsspec options such as endpoint_url. Keys belong in the environment, not in a config."""
+    streaming: Literal[False] = False
+    """A folder is an index already."""
+
+    def open_indexed(self, columns: Columns) -> "IndexedImages":
+        if not shardfiles.is_folder(self.path, self.storage):
+            raise UserError(f"there is no folder {self.path!r}: give it as --data.source.path")
+        patterns = [posixpath.join(self.path, "**")]
+        data = load("imagefolder", patterns, self.storage, drop_labels=None)
+        check_columns(data.features, columns, self.path)
+        return IndexedImages(data, columns, ())
+
+
+Source = Annotated[Parquet | Tars | Folder, Field(discriminator="kind")]
+
+
+# ---------------------------------------------------------------- opened sources
+
+
+class IndexedImages:
+    """Rows by number."""
+
+    def __init__(self, data: Any, columns: Columns, faults: tuple[Fault, ...]) -> None:
+        features = raw_images(data.features)
+        changed = {name: f for name, f in features.items() if f != data.features[name]}
+        for name, feature in changed.items():
+            data = data.cast_column(name, feature)
+        self.data, self.columns, self.faults = data, columns, faults
+        self.classes = class_names(features, columns)
+        if not len(data):
+            raise UserError("the data set has no rows")
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """Several rows in one read."""
+        table = self.data[list(indices)]
+        return [
+            read_row({k: v[i] for k, v in table.items()}, self.columns, index, f"image {index}")
+            for i, index in enumerate(indices)
+        ]
+
+
+class ShardedImages:
+    """Rows by shard, in the order of the file."""
+
+    def __init__(
+        self, source: FileSource, shards: list[str], columns: Columns, features: Any
+    ) -> None:
+        check_columns(features, columns, shards[0])
+        self.source, self.shards, self.columns, self.features = source, shards, columns, features
+        self.classes = class_names(features, columns)
+        self.names = short_names(shards)
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
+        """The rows of one shard, from row `start` on."""
+        path, name = self.shards[shard], self.names[shard]
+        for at, values in enumerate(self.source.read(path, start, self.features), start):
+            yield read_row(values, self.columns, sample_id(name, at), f"row {at} of {path}")
+
+
+def sample_id(shard: str, row: int) -> int:
+    """A stable id of a streamed sample: 63 bits of BLAKE2b over "shard/row"."""
+    digest = hashlib.blake2b(f"{shard}/{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def short_names(shards: Sequence[str]) -> list[str]:
+    """Paths below the folder that all of them share."""
+    parts = [path.split("/") for path in shards]
+    shared = 0
+    for level in zip(*(p[:-1] for p in parts), strict=False):
+        if len(set(level)) > 1:
+            break
+        shared += 1
+    return ["/".join(p[shared:]) for p in parts]
+
+
+def class_names(features: Any, columns: Columns) -> tuple[str, ...]:
+    """Names of the classes, where the label column knows them."""
+    return tuple(getattr(features.get(columns.label), "names", None) or ())
+
+
+def load(
+    builder: str,
+    files: Sequence[str],
+    storage: Storage,
+    *,
+    streaming: bool = False,
+    features: Any = None,
+    **options: Any,
+) -> Any:
+    """`datasets.load_dataset` over files, without its progress bars."""
+    import datasets
+    import datasets.config
+    from datasets.exceptions import DatasetGenerationError
+
+    # It would tell the hub of every file we open: a request per shard, seconds where it is out of
+    # reach.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    with nullcontext() if streaming else _quiet(datasets):
+        try:
+            return datasets.load_dataset(
+                builder,
+                data_files=list(files),
+                split="train",
+                streaming=streaming,
+                features=features,
+                storage_options=dict(storage) or None,  # it writes into what it is given
+                **options,
+            )
+        except DatasetGenerationError as error:
+            cause = error.__cause__ or error
+            raise UserError(f"the {builder} files cannot be read: {cause}") from error
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    before = datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            datasets.utils.enable_progress_bars()

@@ -1,0 +1,1 @@
+"""The training loop and its parts: processes, sharding, updates, averages, checkpoints."""

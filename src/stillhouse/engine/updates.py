@@ -1,0 +1,127 @@
+"""One update of one network: micro-batches, sync, precision, backward, the decision, the step.
+
+The engine owns the whole of it, because the choice whether gradients are synchronised is made in
+the forward pass, and whether an update is skipped must be agreed on by all processes. A task only
+says how micro-batches become losses.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor, nn
+
+from stillhouse.config import Config
+from stillhouse.engine import rows
+from stillhouse.engine.ema import Averages, Profile
+from stillhouse.engine.optimisers import AdamW, Optimiser
+from stillhouse.engine.sharding import Spread, computing, inner, spread, syncing
+from stillhouse.engine.world import World
+
+# micro-batch -> (loss of each of its samples [B], whatever the task needs afterwards)
+Loss = Callable[[Any], tuple[Tensor, Any]]
+
+
+class NetworkConfig(Config):
+    """How one network is trained."""
+
+    optimiser: Optimiser = AdamW()
+    spread: Spread = Spread()
+    clip: PositiveFloat = math.inf
+    """Largest norm of the gradient over all parameters."""
+    micro_batch: Annotated[int, Field(ge=0)] = 0
+    """Samples per forward and backward on each process; 0: the whole batch at once."""
+    averages: tuple[Profile, ...] = ()
+    """Moving averages of the weights to keep."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update did."""
+
+    loss: float  # mean over the global batch
+    gradient_norm: float  # before clipping
+    lr: float
+    skipped: bool
+    carry: Any = None  # what the task's function returned, joined and detached
+
+
+@dataclass
+class Trained:
+    """A network in training: the module to call, its optimiser, its settings."""
+
+    module: nn.Module
+    optimiser: torch.optim.Optimizer
+    averages: Averages
+    config: NetworkConfig
+    world: World
+    moved: bool = False  # whether its weights changed since they were last averaged
+
+    @classmethod
+    def start(cls, network: nn.Module, config: NetworkConfig, world: World) -> "Trained":
+        """Spreads the network first: the rest must see the parameters as they are kept."""
+        module = spread(network, config.spread, world)
+        optimiser = config.optimiser.build([p for p in module.parameters() if p.requires_grad])
+        return cls(module, optimiser, Averages(inner(module), config.averages), config, world)
+
+    @property
+    def inner(self) -> nn.Module:
+        return inner(self.module)
+
+    def update(self, loss: Loss, batch: Any, *, images: float, total: float) -> Update:
+        """One step of the optimiser on `batch`, this process's share; `images` were seen before.
+
+        Accumulation equals the large batch: each sample counts 1/N with N the global count.
+        """
+        count = self.world.total(rows.count_rows(batch))
+        mean, carry = self._backward(loss, batch, count)
+        norm = self._gradient_norm()
+        # A collective decision: one process that skips while others step would be a silent fork.
+        good = self.world.all(math.isfinite(mean) and math.isfinite(norm))
+        lr = self.config.optimiser.rate(images + count, total)
+        if good:
+            self._step(lr)
+        self.optimiser.zero_grad(set_to_none=True)
+        return Update(self.world.total(mean), norm, lr, not good, carry)
+
+    def _backward(self, loss: Loss, batch: Any, count: float) -> tuple[float, Any]:
+        """Gradients of the mean over the global batch; this process's part of the mean loss."""
+        size = self.config.micro_batch or rows.count_rows(batch)
+        pieces, carries = list(rows.cut(batch, size)), []
+        mean = torch.zeros((), dtype=torch.float64)
+        for i, piece in enumerate(pieces):
+            with syncing(self.module, last=i == len(pieces) - 1):
+                with computing(self.config.spread, self.world.device):
+                    per_sample, carry = loss(piece)
+                part = per_sample.float().sum() / count
+                # ddp and fsdp average over processes; the mean over samples is a sum.
+                (part * self._averaged_over).backward()
+            mean += part.detach().double().cpu()
+            carries.append(carry)
+        return float(mean), rows.join(carries)
+
+    @property
+    def _averaged_over(self) -> int:
+        return 1 if self.config.spread.sharding == "none" else self.world.size
+
+    def _gradient_norm(self) -> float:
+        """Clips in place and returns the norm before; sharded gradients count as one."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        norm = nn.utils.clip_grad_norm_(parameters, self.config.clip, foreach=True)
+        full = getattr(norm, "full_tensor", None)
+        return float(norm if full is None else full())
+
+    def _step(self, lr: float) -> None:
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr
+        self.optimiser.step()
+        self.moved = True
+
+    def average(self, images: int) -> None:
+        """Once per batch, however many updates it made; not after a batch that was skipped."""
+        if self.moved:
+            self.averages.update(images)
+            self.moved = False

@@ -1,0 +1,75 @@
+"""Which of how many processes this is, and what they agree on: plain Python or torchrun."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from stillhouse.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. Every process must make the same calls in the same order."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def barrier(self) -> None:
+        """Waits for every process; a process that failed makes torchrun end the others."""
+        if self.size > 1:
+            dist.barrier()
+
+    def total(self, value: float) -> float:
+        """The sum over processes."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=self._meeting_place)
+        dist.all_reduce(shared)
+        return float(shared)
+
+    def all(self, flag: bool) -> bool:
+        """Whether it holds on every process."""
+        return self.total(float(not flag)) == 0
+
+    @property
+    def _meeting_place(self) -> torch.device:
+        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+@contextmanager
+def world(device: str = "auto") -> Iterator[World]:
+    """Joins torchrun's processes where there are several: NCCL between GPUs, gloo otherwise."""
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    place = _device(device)
+    if size > 1:
+        # Both back ends on GPUs: checkpoints and couplings exchange CPU tensors.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    here = World(rank, size, place)
+    try:
+        yield here
+        # Leave together: a process that tears down its connections early can hang the others.
+        here.barrier()
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device {name!r} cannot be used here ({reason})") from error
+    if device.type == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,149 @@
+"""The one loop: equal on any spread over processes, exact when resumed, honest about NaN."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("toy_run.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def command(options: dict, processes: int) -> list[str]:
+    words = [str(SCRIPT), json.dumps(options)]
+    if processes == 1:
+        return [sys.executable, *words]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [sys.executable, *launcher, *words]
+
+
+def run(processes: int = 1, **options) -> list[dict]:
+    """The log lines of a whole run."""
+    done = subprocess.run(
+        command(options, processes), env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [value for line in lines for key, value in line.items() if key.endswith("/loss")]
+
+
+@cache
+def alone(task: str, steps: int = 50) -> list[float]:
+    return losses(run(task=task, steps=steps))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (2, {"sharding": "ddp"}),
+        (2, {"sharding": "fsdp"}),
+        (4, {"sharding": "hsdp", "shard_size": 2}),
+        (3, {"sharding": "fsdp", "micro": 2}),
+        (2, {"sharding": "ddp", "micro": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("task", ["one", "three"])
+def test_every_spread_gives_the_curve_of_one_process(task, processes, options):
+    curve = losses(run(processes, task=task, steps=50, **options))
+    assert curve == pytest.approx(alone(task), abs=1e-5)
+
+
+@pytest.mark.parametrize("task", ["one", "three"])
+@pytest.mark.parametrize("micro", [3, 5])
+def test_accumulation_equals_the_large_batch(task, micro):
+    """Also where update i + 1 needs the result of update i, and where the last piece is ragged."""
+    assert losses(run(task=task, steps=50, micro=micro)) == pytest.approx(alone(task), abs=1e-5)
+
+
+def test_activation_checkpointing_changes_nothing():
+    curve = losses(run(task="three", steps=50, checkpointing=True))
+    assert curve == pytest.approx(alone("three"), abs=1e-6)
+
+
+def test_bf16_follows_fp32_loosely_and_is_not_it():
+    curve = losses(run(task="one", steps=50, precision="bf16"))
+    assert curve == pytest.approx(alone("one"), abs=0.05)
+    assert curve != alone("one")
+
+
+def without_speed(lines: list[dict]) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_bit_identical(tmp_path):
+    """SIGKILL at random moments; dropout shows that randomness is keyed, not consumed."""
+    options = {"task": "three", "steps": 400, "dropout": 0.1, "save_every": 20}
+    whole = without_speed(run(**options, store=str(tmp_path / "whole")))
+    moments = random.Random(0)
+    for _ in range(5):
+        words = command({**options, "store": str(tmp_path / "cut")}, 1)
+        process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        before = len(list(tmp_path.glob("cut/*/manifest.json")))
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(moments.uniform(0.02, 0.2))
+            if list(tmp_path.glob("cut/*/manifest.json")) and moments.random() < 0.3:
+                process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert before is not None
+    last = without_speed(run(**options, store=str(tmp_path / "cut")))
+    assert last == whole[len(whole) - len(last) :]
+    finals = [
+        folder / f"images-{12 * 400:012d}" for folder in (tmp_path / "whole", tmp_path / "cut")
+    ]
+    states = [json.loads((f / "manifest.json").read_text())["files"] for f in finals]
+    data = [{k: v for k, v in s.items() if k.endswith(".distcp")} for s in states]
+    assert data[0] == data[1]  # SHA-256 of weights and optimiser states
+
+
+def test_a_nan_batch_skips_the_update_and_names_its_samples():
+    lines = run(steps=6, poison=[30])
+    events = [line for line in lines if "skipped" in line]
+    assert len(events) == 1
+    assert events[0]["skipped"] == "net"
+    assert 30 in events[0]["ids"]
+    assert all(loss == loss for loss in losses(lines)[3:])  # it goes on
+
+
+def test_a_run_of_nans_stops_with_advice():
+    words = command({"steps": 20, "poison": list(range(1000)), "max_skips": 3}, 1)
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "4 updates of net in a row" in done.stderr
+    assert "Lower the learning rate" in done.stderr
+
+
+@pytest.mark.slow
+def test_skipping_is_a_collective_decision():
+    """A NaN on one of two processes: both skip, and the curve is that of one process."""
+    together = run(2, steps=10, poison=[30], sharding="ddp")
+    single = run(1, steps=10, poison=[30])
+    assert [line.get("skipped") for line in together] == [line.get("skipped") for line in single]
+    after = losses(together)[4:], losses(single)[4:]
+    assert after[0] == pytest.approx(after[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (2, 3), (1, 2)])
+def test_a_checkpoint_resumes_on_another_number_of_processes(tmp_path, first, then):
+    def spread(processes):
+        return {} if processes == 1 else {"sharding": "fsdp"}
+
+    store = str(tmp_path)
+    run(first, steps=20, task="three", store=store, **spread(first))
+    rest = losses(run(then, steps=50, task="three", store=store, **spread(then)))
+    assert rest == pytest.approx(alone("three")[-len(rest) :], abs=1e-4)
+    assert len(rest) == 2 * 30
