@@ -82,23 +82,30 @@ def without_speed(lines: list[dict]) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
 
 
+def wait_for_change(folder: Path, process: subprocess.Popen) -> None:
+    """Until a checkpoint is begun that was not there before."""
+    before, deadline = set(folder.glob("*")), time.monotonic() + 60
+    while set(folder.glob("*")) <= before and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_bit_identical(tmp_path):
     """SIGKILL at random moments; dropout shows that randomness is keyed, not consumed."""
     options = {"task": "three", "steps": 400, "dropout": 0.1, "save_every": 20}
     whole = without_speed(run(**options, store=str(tmp_path / "whole")))
-    moments = random.Random(0)
+    moments, kills = random.Random(0), 0
     for _ in range(5):
         words = command({**options, "store": str(tmp_path / "cut")}, 1)
         process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        before = len(list(tmp_path.glob("cut/*/manifest.json")))
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(moments.uniform(0.02, 0.2))
-            if list(tmp_path.glob("cut/*/manifest.json")) and moments.random() < 0.3:
-                process.send_signal(signal.SIGKILL)
+        # Somewhere within the writing of a checkpoint or the steps after it.
+        wait_for_change(tmp_path / "cut", process)
+        time.sleep(moments.uniform(0, 0.25))
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
         process.wait()
-        assert before is not None
+    assert kills == 5
     last = without_speed(run(**options, store=str(tmp_path / "cut")))
     assert last == whole[len(whole) - len(last) :]
     finals = [
