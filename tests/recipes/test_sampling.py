@@ -354,7 +354,7 @@ def test_a_stochastic_solver_follows_the_seed(unet, tmp_path):
     x = math.sqrt(1 + float(grid[0]) ** 2) * starting_noise((3, 16, 16), range(2), seed=1)
     noise = KeyedNoise(range(2), seed=1)
     y = SOLVERS["euler-ancestral"](load_denoiser(unet), x, grid, generator=noise)
-    torch.testing.assert_close(samples(tmp_path / "1"), y, rtol=0, atol=1e-5)
+    torch.testing.assert_close(samples(tmp_path / "1"), y, rtol=0, atol=1e-5 * float(y.abs().max()))
 
 
 def test_the_network_runs_in_the_precision_asked_for(unet, tmp_path):

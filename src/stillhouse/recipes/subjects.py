@@ -72,6 +72,7 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
     load = partial(load_denoiser, dtype=wish.dtype, device=wish.device)
     denoiser = load(name)
     network: Any = denoiser.network
+    network.for_inference()
     _check_conditions(name, network, wish)
     codec = load_codec(name, device=wish.device)
     channels = network.data_shape[0]
@@ -96,6 +97,7 @@ def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> Ne
     """A guide must take what the guided network takes."""
     guide = load(name)
     network: Any = guide.network
+    network.for_inference()
     for what in ("data_shape", "condition_shapes"):
         ours, theirs = getattr(wanted, what), getattr(network, what)
         if ours != theirs:
