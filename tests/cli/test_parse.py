@@ -361,6 +361,8 @@ def test_the_default_config_is_left_alone():
         ("--compile=True", "compile", True),
         ("--seed none", "seed", None),
         ("--seed=-4", "seed", -4),
+        ("--seed 1e6", "seed", 1_000_000),
+        ("--note 1e6", "note", "1e6"),
         ("--note=--seed", "note", "--seed"),
         ("--note=", "note", ""),
         ("--note none", "note", "none"),

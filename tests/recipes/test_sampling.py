@@ -104,6 +104,15 @@ def test_two_processes_draw_the_same_bits_as_one(unet, tmp_path):
     assert record["sessions"][0]["drawn"] == 20
 
 
+@pytest.mark.slow
+def test_a_refusal_under_torchrun_is_said_once(unet, tmp_path):
+    draw(unet, tmp_path, count=2)
+    done = torchrun(unet, tmp_path, 2, "--count", "2", "--steps", "4")
+    assert done.returncode != 0
+    assert done.stderr.count("holds samples of another run") == 1
+    assert "Connection closed by peer" not in done.stderr
+
+
 def test_the_same_run_again_draws_only_what_is_missing(unet, tmp_path):
     out = tmp_path / "out"
     assert draw(unet, out, count=10, batch=4)["drawn_now"] == 10

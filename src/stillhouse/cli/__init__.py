@@ -47,7 +47,7 @@ def run_command(command: str, words: list[str]) -> None:
     try:
         import_module(f"stillhouse.cli.{command}").main(words)
     except UserError as error:
-        print(f"stillhouse {command}: {error}", file=sys.stderr)
+        print(f"stillhouse {command}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to resume", file=sys.stderr)

@@ -250,7 +250,8 @@ def _read(leaf: _Leaf, spec: PrimitiveConstructorSpec[Any], words: list[str]) ->
         return True
     counts = spec.nargs if isinstance(spec.nargs, tuple) else (spec.nargs,)
     fits = len(words) in counts or "*" in counts
-    for attempt in (words, [_CONSTANTS.get(word.lower(), word) for word in words]):
+    constants = [_CONSTANTS.get(word.lower(), word) for word in words]
+    for attempt in (words, constants, [_whole(word) for word in words]):
         with suppress(ValueError, TypeError):
             if fits and {*attempt} <= {*(spec.choices or attempt)}:
                 return spec.instance_from_str(attempt)
@@ -258,6 +259,14 @@ def _read(leaf: _Leaf, spec: PrimitiveConstructorSpec[Any], words: list[str]) ->
     if fits and spec.choices:
         why = _not_among(given, spec.choices)
     raise ConfigError(f"{leaf.path} got {given!r}, {why}.")
+
+
+def _whole(word: str) -> str:
+    """1e6 as 1000000, for fields that take whole numbers only."""
+    with suppress(ValueError, OverflowError):
+        if float(word).is_integer():
+            return str(int(float(word)))
+    return word
 
 
 def _read_file(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """Which of how many processes this is, and what they agree on: plain Python or torchrun."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,22 @@ class World:
         """Waits for every process; a process that failed makes torchrun end the others."""
         if self.size > 1:
             dist.barrier()
+
+    def first(self, work: Callable[[], None]) -> None:
+        """Runs on the first process while the others wait; what it refuses ends them all.
+
+        The sentence is said once: the others leave without a word.
+        """
+        sentence: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                work()
+            except UserError as error:
+                sentence = [str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(sentence, src=0)
+        if sentence[0] is not None:
+            raise UserError(sentence[0]) if self.rank == 0 else SystemExit(1)
 
     def total(self, value: float) -> float:
         """The sum over processes."""

@@ -80,9 +80,7 @@ def run(config: SampleRun) -> dict[str, Any]:
             here.device,
         )
         subject = load_subject(config.model, wish)
-        if here.rank == 0:
-            claim_folder(config, subject, here.device)
-        here.barrier()
+        here.first(lambda: claim_folder(config, subject, here.device))
         # One grid for all: a search could tip over by a rounding on another process.
         record = read_record(config.out)
         grid = torch.tensor(record["sigmas"], dtype=torch.float64)
