@@ -408,3 +408,28 @@ def test_native_edm_grid(options):
         torch.testing.assert_close(
             scaling.native_grid(steps), scheduler.sigmas.double(), rtol=1e-6, atol=0
         )
+
+
+# Their lowest level is sqrt((1 - abar)/abar) in float32: 6e-8 of 1 is 3.5e-5 of its 8.5e-4.
+KARRAS = 4e-5
+
+
+@pytest.mark.parametrize("steps", [5, 10, 50])
+def test_fractional_timesteps_are_those_of_eulers_karras_levels(steps):
+    """Between whole timesteps, time is linear in log sigma."""
+    scheduler = diffusers.EulerDiscreteScheduler(**STABLE_DIFFUSION, use_karras_sigmas=True)
+    scheduler.set_timesteps(steps)
+    scaling = trained_as(scheduler).scaling
+    grid = scaling.native_grid(steps)
+    torch.testing.assert_close(grid, scheduler.sigmas.double(), rtol=KARRAS, atol=0)
+    theirs = scheduler.timesteps.double()
+    assert (theirs != theirs.round()).sum() > steps // 2
+    torch.testing.assert_close(scaling.time_at(grid[:-1]), theirs, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler"])
+def test_karras_levels_of_open_ended_schedulers(name):
+    scheduler = getattr(diffusers, name)(**STABLE_DIFFUSION, use_karras_sigmas=True)
+    scheduler.set_timesteps(10)
+    grid = trained_as(scheduler).scaling.native_grid(10)
+    torch.testing.assert_close(grid, scheduler.sigmas.double(), rtol=KARRAS, atol=0)
