@@ -9,6 +9,7 @@ below the folder that all shards share, so that a copy elsewhere keeps its ids.
 
 import hashlib
 import posixpath
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,7 +28,7 @@ _CHUNK = 16  # rows of a Parquet file that are made Python objects at once
 Storage = dict[str, str | int | float | bool]
 
 
-class FileSource(Config):
+class FileSource(Config, ABC):
     """Files that hold many images each."""
 
     builder: ClassVar[str]
@@ -68,9 +69,9 @@ class FileSource(Config):
         """The columns of one shard, by name."""
         return load(self.builder, [path], self.storage, streaming=True).features
 
+    @abstractmethod
     def read(self, path: str, start: int, features: Any) -> Iterator[dict[str, Any]]:
         """The rows of one shard from `start` on, with images still encoded."""
-        raise NotImplementedError
 
     def _features(self, shards: Sequence[str]) -> Any:
         """The columns, from the first shard that has any."""
