@@ -225,6 +225,12 @@ def test_another_spelling_and_another_batch_still_resume(unet, tmp_path, monkeyp
     assert again["drawn_now"] == 2
 
 
+def test_one_toy_does_not_continue_another(tmp_path):
+    draw("toy:ring", tmp_path, count=4)
+    with pytest.raises(UserError, match="model: toy:ring -> toy:moons"):
+        draw("toy:moons", tmp_path, count=4)
+
+
 def test_a_longer_toy_run_has_all_its_samples(tmp_path):
     draw("toy:ring", tmp_path, count=20)
     draw("toy:ring", tmp_path, count=40)

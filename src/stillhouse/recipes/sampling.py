@@ -280,10 +280,11 @@ def claim_folder(config: SampleRun, subject: Subject, device: torch.device) -> N
 
 
 def _free(config: SampleRun, subject: Subject) -> set[str]:
-    """What may change between tries. The model is known by its files, not by how it is spelled;
+    """What may change between tries. A checkpoint is known by its files, not by how it is spelled;
     the batch may change (to save memory) where no batches are stored."""
-    stored = config.tensors or subject.toy is not None
-    return {"count", "model"} | (set() if stored else {"batch"})
+    if subject.toy is not None:
+        return {"count"}
+    return {"count", "model"} | (set() if config.tensors else {"batch"})
 
 
 def _differences(
