@@ -2,7 +2,7 @@
 
     python benchmarks/gits.py [--minutes 8] [--data ../shared/data/fashion]
 
-The U-Net (1.9M parameters) is trained for a few minutes on Fashion-MNIST, only to have a real
+The U-Net (2.6M parameters) is trained for a few minutes on Fashion-MNIST, only to have a real
 network to search on. Euler's endpoint error (RMSE to a fine reference, on samples that the search
 has not seen) for N = 4 .. 8 timestamps, three seeds of samples. Last line: JSON.
 """
