@@ -22,25 +22,16 @@ from stillhouse.models import DiffusersNetwork
 from stillhouse.process import (
     EDM,
     Denoiser,
-    GaussianMixture,
     NetworkDenoiser,
     levels,
     predictions,
     starting_noise,
 )
+from stillhouse.process.toys import three_modes
 from stillhouse.solvers import sample_deis, sample_euler, search_grid
 
 SIGMA_MIN, SIGMA_MAX = 0.006, 80.0
 COUNTS = list(range(4, 9))
-
-
-def mixture() -> GaussianMixture:
-    """The solver spec's mixture in one dimension."""
-    return GaussianMixture(
-        torch.tensor([[-1.0], [0.3], [1.2]]),
-        torch.tensor([0.3, 0.2, 0.4]),
-        torch.tensor([0.3, 0.3, 0.4]),
-    )
 
 
 def fashion(folder: Path) -> Tensor:
@@ -125,7 +116,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--data", type=Path, default=Path("../shared/data/fashion"))
     arguments = parser.parse_args()
-    result: dict = {"mixture": compare(mixture(), (1,), 4096, range(3))}
+    result: dict = {"mixture": compare(three_modes(), (1,), 4096, range(3))}
     denoiser = small_unet()
     seen = train(denoiser, fashion(arguments.data), arguments.minutes)
     denoiser.eval()

@@ -13,6 +13,7 @@ from style import GREY, HERE, plots
 from torch import Tensor
 
 from stillhouse.process import TOYS, GaussianMixture, levels
+from stillhouse.process.toys import three_modes
 from stillhouse.solvers import (
     Counted,
     sample_deis,
@@ -39,15 +40,6 @@ SOLVERS = {
 }
 STEPS = (4, 5, 6, 8, 10, 12, 16, 20, 26, 32, 48, 64, 96, 128)
 LOW, HIGH = 0.006, 80.0
-
-
-def mixture() -> GaussianMixture:
-    """Three uneven modes on a line: the distribution of the order tests."""
-    return GaussianMixture(
-        torch.tensor([[-1.0], [0.3], [1.2]]),
-        torch.tensor([0.3, 0.2, 0.4]),
-        torch.tensor([0.3, 0.3, 0.4]),
-    )
 
 
 def start(data: GaussianMixture) -> Tensor:
@@ -82,7 +74,7 @@ def main() -> None:
     plt = plots()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     for axis, (title, data) in zip(
-        axes, {"1-D mixture": mixture(), "moons": TOYS["moons"]()}.items(), strict=True
+        axes, {"1-D mixture": three_modes(), "moons": TOYS["moons"]()}.items(), strict=True
     ):
         table = errors(data)
         print(f"\n{title}")

@@ -50,6 +50,13 @@ def checkerboard() -> GaussianMixture:
     return _curve(torch.cat(squares), 0.035)
 
 
+def three_modes() -> GaussianMixture:
+    """Three uneven modes on a line, to measure solvers with; not one of the plane's targets."""
+    means = torch.tensor([[-1.0], [0.3], [1.2]], dtype=torch.float64)
+    stds = torch.tensor([0.3, 0.2, 0.4], dtype=torch.float64)
+    return GaussianMixture(means, stds, torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64))
+
+
 TOYS: dict[str, Callable[[], GaussianMixture]] = {
     "moons": moons,
     "ring": ring,

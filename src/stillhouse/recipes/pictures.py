@@ -1,5 +1,6 @@
 """Pictures of samples: images as PNG files and grids, 2-D walks as trajectories."""
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.errors import missing_extra
+from stillhouse.recipes.files import write_whole
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -25,10 +27,10 @@ def to_pil(image: Tensor) -> Any:
 
 
 def save_png(image: Tensor, path: Path) -> None:
-    """Appears whole or not at all."""
-    partial = path.with_suffix(".partial")
-    to_pil(image).save(partial, format="PNG")
-    partial.replace(path)
+    """One image as a file."""
+    encoded = io.BytesIO()
+    to_pil(image).save(encoded, format="PNG")
+    write_whole(path, encoded.getvalue())
 
 
 def image_grid(files: Sequence[Path], target: Path, *, gap: int = 2) -> None:

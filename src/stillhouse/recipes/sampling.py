@@ -21,6 +21,7 @@ from stillhouse.engine.world import World, world
 from stillhouse.errors import UserError
 from stillhouse.process import KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
+from stillhouse.recipes.files import write_whole
 from stillhouse.recipes.parts import (
     Config,
     Dpmpp3M,
@@ -218,9 +219,7 @@ def save_batch(config: SampleRun, subject: Subject, batch: list[int], states: Te
         from safetensors.torch import save
 
         target = config.out / "tensors" / f"{batch[0]:06d}.safetensors"
-        partial = target.with_suffix(".partial")
-        partial.write_bytes(save({"samples": states.contiguous().cpu()}))
-        partial.replace(target)
+        write_whole(target, save({"samples": states.contiguous().cpu()}))
 
 
 # ---------------------------------------------------------------- the record
@@ -248,10 +247,8 @@ def read_record(out: Path) -> dict[str, Any]:
 
 
 def write_record(out: Path, record: dict[str, Any]) -> None:
-    """Appears whole or not at all."""
-    partial = out / f"{RECORD}.partial"
-    partial.write_text(json.dumps(record, indent=2))
-    partial.replace(out / RECORD)
+    """The record, so that a resumed run finds it."""
+    write_whole(out / RECORD, json.dumps(record, indent=2).encode())
 
 
 def claim_folder(config: SampleRun, subject: Subject, device: torch.device) -> None:

@@ -69,12 +69,13 @@ def load_subject(name: str, wish: Wish) -> Subject:
 
 
 def _checkpoint(name: str, wish: Wish) -> Subject:
+    folder = resolve_folder(name)  # once: a hub id would be looked up again by every reader
     load = partial(load_denoiser, dtype=wish.dtype, device=wish.device)
-    denoiser = load(name)
+    denoiser = load(folder)
     network: Any = denoiser.network
     network.for_inference()
     _check_conditions(name, network, wish)
-    codec = load_codec(name, device=wish.device)
+    codec = load_codec(folder, device=wish.device)
     channels = network.data_shape[0]
     if codec is None and channels not in (1, 3):
         raise UserError(
@@ -87,7 +88,7 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
         wish.guidance.build(denoiser, _null_condition(null, wish.device), guide),
         denoiser.scaling,
         network.data_shape,
-        checkpoint_files(resolve_folder(name)) | _guide_files(wish.guidance),
+        checkpoint_files(folder) | _guide_files(wish.guidance),
         _labels(wish.labels, network.classes, null) if network.classes else (),
         codec,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stillhouse.process import Condition, Denoiser
 from stillhouse.solvers.onestep import sample_heun
-from stillhouse.solvers.walk import Point, Progress, check_grid, first_order
+from stillhouse.solvers.walk import Point, Progress, at_least_float32, check_grid, first_order
 
 
 def jump_costs(
@@ -20,7 +20,7 @@ def jump_costs(
     The trajectory is Heun's on the `fine` grid, from the states `x` at its first level.
     """
     grid = check_grid(fine)
-    states, denoised = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x], []
+    states, denoised = [at_least_float32(x)], []
 
     def keep(progress: Progress) -> None:
         states.append(progress.x)

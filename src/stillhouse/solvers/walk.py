@@ -75,6 +75,11 @@ def level(sigma: float) -> Tensor:
     return torch.tensor(sigma, dtype=torch.float64)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """A state in which steps can be added up; half precision is raised."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def level_gap(sigma: float, sigma_next: float) -> float:
     """H = lambda' - lambda = ln(sigma/sigma')."""
     return math.log(sigma / sigma_next)
@@ -112,7 +117,7 @@ def walk(
     callback = options.get("callback")
     points: list[Point] = []
     with torch.set_grad_enabled(options.get("grad", False) and torch.is_grad_enabled()):
-        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        x = at_least_float32(x)
         for i, (sigma, sigma_next) in enumerate(itertools.pairwise(grid)):
             if churn is not None:
                 x, sigma = churn(x, sigma)
