@@ -11,8 +11,7 @@ from data.pictures import write_shards
 
 from stillhouse.data import Columns, DataConfig, ImageConfig, Loaded, Parquet, Prefetch, Tars
 from stillhouse.errors import UserError
-from stillhouse.process import Batch, keyed_normal, keyed_uniform
-from stillhouse.process.levels import LogNormal
+from stillhouse.process import Batch
 
 
 def items(count=10, rows=4, fail=None, wait=0.0):
@@ -33,28 +32,21 @@ def threads():
     return [t for t in threading.enumerate() if t.name == "stillhouse-prefetch"]
 
 
-def test_noise_and_levels_belong_to_the_key():
-    with Prefetch(items(), seed=3, density=LogNormal()) as prefetch:
+def test_batches_are_prepared_in_the_thread():
+    seen = []
+
+    def double(batch):
+        seen.append(threading.current_thread().name)
+        return replace(batch, noise=2.0 * batch.key)
+
+    with Prefetch(items(), double) as prefetch:
         batch = Batch.cat([item.batch for item in prefetch])
-    key = torch.arange(40)
-    assert torch.equal(batch.noise, keyed_normal((1, 2, 2), key, seed=3))
-    sigma = LogNormal().quantile(keyed_uniform(key, seed=3, purpose="sigma"))
-    assert torch.equal(batch.sigma, sigma.float())
-    with Prefetch(items(5, rows=8), seed=3, density=LogNormal()) as prefetch:
-        other = Batch.cat([item.batch for item in prefetch])
-    assert torch.equal(other.noise, batch.noise)
-    assert torch.equal(other.sigma, batch.sigma)
-
-
-def test_nothing_is_drawn_where_nothing_is_wanted():
-    with Prefetch(items(), seed=3, noise=False) as prefetch:
-        batch = next(prefetch).batch
-    assert batch.noise is None
-    assert batch.sigma is None
+    assert torch.equal(batch.noise, 2.0 * torch.arange(40))
+    assert set(seen) == {"stillhouse-prefetch"}
 
 
 def test_the_state_is_that_of_the_last_batch_consumed():
-    with Prefetch(items(), seed=0, depth=4, state={"images": 0}) as prefetch:
+    with Prefetch(items(), depth=4, state={"images": 0}) as prefetch:
         assert prefetch.state == {"images": 0}
         for step in range(1, 6):
             item = next(prefetch)
@@ -62,17 +54,8 @@ def test_the_state_is_that_of_the_last_batch_consumed():
             assert prefetch.state == item.state == {"images": 4 * step}
 
 
-def test_the_coupling_sees_drawn_noise():
-    def reverse(batch):
-        return replace(batch, noise=batch.noise.flip(0))
-
-    with Prefetch(items(), seed=3, couple=reverse) as prefetch:
-        batch = next(prefetch).batch
-    assert torch.equal(batch.noise, keyed_normal((1, 2, 2), [3, 2, 1, 0], seed=3))
-
-
 def test_an_error_arrives_in_order_with_its_traceback():
-    prefetch = Prefetch(items(fail=3), seed=0)
+    prefetch = Prefetch(items(fail=3))
     for _ in range(3):
         next(prefetch)
     with pytest.raises(RuntimeError, match="on fire") as error:
@@ -83,16 +66,16 @@ def test_an_error_arrives_in_order_with_its_traceback():
     assert not threads()
 
 
-def test_an_error_of_the_coupling_arrives_too():
+def test_an_error_of_the_preparation_arrives_too():
     def refuse(batch):
         raise UserError("the pool is empty")
 
-    with Prefetch(items(), seed=0, couple=refuse) as prefetch, pytest.raises(UserError):
+    with Prefetch(items(), refuse) as prefetch, pytest.raises(UserError):
         next(prefetch)
 
 
 def test_it_ends_with_the_data_and_can_be_closed_twice():
-    prefetch = Prefetch(items(3), seed=0)
+    prefetch = Prefetch(items(3))
     assert len(list(prefetch)) == 3
     prefetch.close()
     prefetch.close()
@@ -101,7 +84,7 @@ def test_it_ends_with_the_data_and_can_be_closed_twice():
 
 
 def test_closing_early_ends_the_thread():
-    prefetch = Prefetch(items(10**9), seed=0)
+    prefetch = Prefetch(items(10**9))
     next(prefetch)
     prefetch.close()
     assert not threads()
@@ -115,18 +98,18 @@ def test_the_queue_is_bounded():
             taken.append(item)
             yield item
 
-    with Prefetch(watched(), seed=0, depth=2) as prefetch:
+    with Prefetch(watched(), depth=2) as prefetch:
         time.sleep(0.2)
         assert len(taken) == 3  # two ready, one in hand
         next(prefetch)
 
 
 def test_waiting_is_measured():
-    with Prefetch(items(5, wait=0.05), seed=0) as slow:
+    with Prefetch(items(5, wait=0.05)) as slow:
         for _ in slow:
             pass
     assert 0.15 < slow.waited < 1.0
-    with Prefetch(items(5), seed=0, depth=5) as ready:
+    with Prefetch(items(5), depth=5) as ready:
         time.sleep(0.2)
         for _ in range(5):
             next(ready)
@@ -145,12 +128,12 @@ def test_loader_workers_end_with_it_and_the_position_holds(streaming, tmp_path):
         source, columns = Parquet(files=files), Columns()
     image = ImageConfig(size=8)
     config = DataConfig(source=source, columns=columns, image=image, workers=2, buffer=4)
-    with Prefetch(config.build(batch=3, seed=0), seed=0, depth=3) as prefetch:
+    with Prefetch(config.build(batch=3, seed=0), depth=3) as prefetch:
         whole = [next(prefetch).batch.ids.tolist() for _ in range(8)]
-    with Prefetch(config.build(batch=3, seed=0), seed=0, depth=3) as prefetch:
+    with Prefetch(config.build(batch=3, seed=0), depth=3) as prefetch:
         assert [next(prefetch).batch.ids.tolist() for _ in range(3)] == whole[:3]
         time.sleep(0.1)
         state = prefetch.state
-    with Prefetch(config.build(batch=3, seed=0, resume=[state]), seed=0) as prefetch:
+    with Prefetch(config.build(batch=3, seed=0, resume=[state])) as prefetch:
         assert [next(prefetch).batch.ids.tolist() for _ in range(5)] == whole[3:]
     assert multiprocessing.active_children() == []

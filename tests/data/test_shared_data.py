@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet, Prefetch
-from stillhouse.process.levels import LogNormal
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data"
 
@@ -28,7 +27,7 @@ def test_a_few_batches(name, mode, size, streaming):
         image=ImageConfig(size=size, mode=mode, flip=True),
     )
     loader = config.build(batch=64, seed=0)
-    with Prefetch(loader, seed=0, density=LogNormal()) as prefetch:
+    with Prefetch(loader) as prefetch:
         batches = [next(prefetch).batch for _ in range(4)]
     data = torch.cat([b.data for b in batches])
     assert data.shape == (256, *config.image.shape)

@@ -132,3 +132,11 @@ def test_configs_are_strict_and_tagged():
         adapter.validate_python({"kind": "parquet", "file": "a"})
     config = DataConfig(source=Tars(files=("a",), storage={"anon": True}))
     assert DataConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
+    """The client's own stack trace would say everything but what to do."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    source = Parquet(files=("hf://datasets/owner/name/train-*.parquet",))
+    with pytest.raises(UserError, match=r"cannot be reached.*--data\.source\.files"):
+        source.shards()

@@ -66,7 +66,14 @@ def feed(start: int, rank: int, size: int, poison: set[int]):
         yield Item(batch, {"rows": start})
 
 
-class OneNetwork:
+class Plain:
+    """A task without numbers of its own."""
+
+    def report(self):
+        return {}
+
+
+class OneNetwork(Plain):
     """Plain regression."""
 
     def __init__(self, dropout: float) -> None:
@@ -83,7 +90,7 @@ class OneNetwork:
         engine.update("net", loss, batch)
 
 
-class ThreeDependentUpdates:
+class ThreeDependentUpdates(Plain):
     """Two networks, three updates per batch, each needing the one before (SFD- and EMD-like)."""
 
     def __init__(self, dropout: float) -> None:
@@ -116,6 +123,9 @@ class Lines:
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
+
+    def start(self, images):
+        pass
 
     def log(self, images, values):
         self.lines.append({"images": images, **values})
@@ -156,7 +166,7 @@ def main(options: dict[str, Any]) -> None:
             dict.fromkeys(task.modules(), network),
             here,
             store=store,
-            trackers=[lines],
+            trackers=[lines] if here.rank == 0 else [],
         )
         engine.resume()
         engine.run(feed(engine.images, here.rank, here.size, set(options.get("poison", ()))))

@@ -4,6 +4,9 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "train": "train a recipe, or resume it",
+    "report": "draw a training run into one HTML page",
+    "export": "hand on the model of a training run, with a card",
     "sample": "draw images from a checkpoint, or trajectories of a 2-D toy",
 }
 

@@ -16,7 +16,7 @@ def main(words: Sequence[str]) -> None:
     )
     record = run(config)
     if "evaluations_per_sample" in record:  # the first process, which writes the record
-        picture = "trajectories.png" if config.model.startswith("toy:") else "grid.png"
+        picture = next(p for p in ("trajectories.png", "grid.png") if (config.out / p).is_file())
         print(
             f"{config.count} samples in {config.out} ({record['drawn_now']} drawn now, "
             f"{record['evaluations_per_sample']} evaluations each); see {config.out / picture}"

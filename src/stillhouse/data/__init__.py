@@ -5,7 +5,8 @@ from stillhouse.data.indexed import IndexedLoader, KeySampler, rows_at
 from stillhouse.data.loaded import Loaded, Loader, Maker, State
 from stillhouse.data.loaders import DataConfig
 from stillhouse.data.permutation import permute
-from stillhouse.data.prefetch import Prefetch, draw
+from stillhouse.data.points import PointsConfig
+from stillhouse.data.prefetch import Prefetch
 from stillhouse.data.rows import Columns
 from stillhouse.data.sources import Folder, Parquet, Source, Tars, sample_id
 from stillhouse.data.streamed import StreamedLoader
@@ -35,6 +36,7 @@ __all__ = [
     "Loader",
     "Maker",
     "Parquet",
+    "PointsConfig",
     "Prefetch",
     "RandomCrop",
     "Source",
@@ -42,7 +44,6 @@ __all__ = [
     "State",
     "StreamedLoader",
     "Tars",
-    "draw",
     "permute",
     "rows_at",
     "sample_id",

@@ -38,6 +38,7 @@ class FaultLog:
     def __init__(self, config: FaultConfig) -> None:
         self.config = config
         self.faults: dict[str, Fault] = {}
+        self._told = 0
 
     def __len__(self) -> int:
         return len(self.faults)
@@ -51,6 +52,12 @@ class FaultLog:
                 f"{self.report()}; the limit is {self.config.limit}. Repair or remove them, or "
                 "raise faults.limit"
             )
+
+    def new(self) -> list[Fault]:
+        """Those that were added since the last call."""
+        found = list(self.faults.values())[self._told :]
+        self._told += len(found)
+        return found
 
     def report(self) -> str:
         """One sentence: how many, and the first few by name."""

@@ -23,7 +23,7 @@ class Loaded:
     """A batch of this process, with what the tensors cannot say."""
 
     batch: Batch
-    frame: Frame
+    frame: Frame | None = None
     text: tuple[str, ...] | None = None
     faults: tuple[Fault, ...] = ()
     state: State = field(default_factory=dict)

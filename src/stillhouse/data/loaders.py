@@ -1,6 +1,7 @@
 """The data of a run, as one config that builds its loader."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -18,6 +19,7 @@ from stillhouse.errors import UserError
 class DataConfig(Config):
     """Source, columns, pixels, and how they are read."""
 
+    kind: Literal["images"] = "images"
     source: Source = Parquet()
     columns: Columns = Columns()
     image: ImageConfig = ImageConfig()
@@ -28,6 +30,11 @@ class DataConfig(Config):
     buffer: PositiveInt = 1024
     """Rows that a reader of a streamed source shuffles together."""
     faults: FaultConfig = FaultConfig()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image."""
+        return self.image.shape
 
     def build(
         self,

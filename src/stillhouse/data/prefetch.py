@@ -1,8 +1,7 @@
-"""A thread that keeps batches ready: data, noise, noise levels, and the coupling of the two.
+"""A thread that keeps batches ready: data, and whatever the run prepares in advance.
 
-Noise and noise level are keyed by (seed, image key), so what a row gets does not depend on where
-or when it is drawn. The state of a batch travels with it: `state` is that of the last batch the
-consumer took, however many more are ready.
+The state of a batch travels with it: `state` is that of the last batch the consumer took, however
+many more are ready.
 """
 
 import queue
@@ -14,40 +13,23 @@ from types import TracebackType
 from typing import Self
 
 from stillhouse.data.loaded import Loaded, State
-from stillhouse.process import Batch, keyed_normal, keyed_uniform
-from stillhouse.process.levels import Density
+from stillhouse.process import Batch
 
-Couple = Callable[[Batch], Batch]
-
-
-def draw(batch: Batch, *, seed: int, density: Density | None, noise: bool = True) -> Batch:
-    """The batch with its noise and its noise levels, drawn by key."""
-    key = batch.key
-    if key is None:
-        raise ValueError("a batch without keys: noise is drawn by key")
-    if noise:
-        drawn = keyed_normal(batch.data.shape[1:], key, seed=seed, purpose="noise")
-        batch = replace(batch, noise=drawn)
-    if density is not None:
-        u = keyed_uniform(key, seed=seed, purpose="sigma")
-        batch = replace(batch, sigma=density.quantile(u).to(batch.data.dtype))
-    return batch
+Prepare = Callable[[Batch], Batch]
 
 
 class Prefetch:
     """Iterate over it; close it (or use `with`) when done.
 
-    `couple` sees each batch after its noise was drawn and returns it with the noise rearranged.
+    `prepare` sees each batch in the thread: it draws noise and noise levels, drops conditions,
+    solves the coupling.
     """
 
     def __init__(
         self,
         loader: Iterable[Loaded],
+        prepare: Prepare | None = None,
         *,
-        seed: int,
-        density: Density | None = None,
-        noise: bool = True,
-        couple: Couple | None = None,
         depth: int = 2,
         state: State | None = None,
     ) -> None:
@@ -55,8 +37,7 @@ class Prefetch:
         """The position after the last batch taken."""
         self.waited = 0.0
         """Seconds that the consumer has waited for data."""
-        self._draw = (seed, density, noise)
-        self._couple = couple
+        self._prepare = prepare
         self._ready: queue.Queue[Loaded | BaseException | None] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._ended = False
@@ -104,7 +85,7 @@ class Prefetch:
             items = iter(loader)
             try:
                 for item in items:
-                    if not self._put(self._prepare(item)):
+                    if not self._put(self._prepared(item)):
                         return
             finally:
                 if hasattr(items, "close"):
@@ -114,10 +95,8 @@ class Prefetch:
         else:
             self._put(None)
 
-    def _prepare(self, item: Loaded) -> Loaded:
-        seed, density, noise = self._draw
-        batch = draw(item.batch, seed=seed, density=density, noise=noise)
-        return replace(item, batch=self._couple(batch) if self._couple else batch)
+    def _prepared(self, item: Loaded) -> Loaded:
+        return item if self._prepare is None else replace(item, batch=self._prepare(item.batch))
 
     def _put(self, item: Loaded | BaseException | None) -> bool:
         """False once the consumer has closed."""

@@ -36,17 +36,31 @@ def find(patterns: Iterable[str], suffix: str, storage: Mapping[str, Any]) -> li
     """All files that the patterns name, sorted, each once. A pattern without any is an error."""
     found: set[str] = set()
     for pattern in patterns:
-        fs, path = filesystem(pattern, storage)
-        if any(c in path for c in "*?["):
-            paths = fs.glob(path)
-        elif fs.isdir(path):
-            paths = fs.glob(f"{path.rstrip('/')}/**/*{suffix}")
-        else:
-            paths = [path] if fs.exists(path) else []
+        try:
+            paths = _match(pattern, suffix, storage)
+        except Exception as error:  # whatever the client of a remote store raises
+            if isinstance(error, UserError) or "://" not in pattern:
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise UserError(
+                f"{pattern} cannot be reached ({reason}). Check the address and the network, or "
+                "name local files as --data.source.files"
+            ) from error
         if not paths:
             raise UserError(f"no files match {pattern!r}: check the path and the glob")
-        found.update(_url(fs, p) for p in paths)
+        found.update(paths)
     return sorted(found)
+
+
+def _match(pattern: str, suffix: str, storage: Mapping[str, Any]) -> list[str]:
+    fs, path = filesystem(pattern, storage)
+    if any(c in path for c in "*?["):
+        paths = fs.glob(path)
+    elif fs.isdir(path):
+        paths = fs.glob(f"{path.rstrip('/')}/**/*{suffix}")
+    else:
+        paths = [path] if fs.exists(path) else []
+    return [_url(fs, p) for p in paths]
 
 
 def _url(fs: Any, path: str) -> str:

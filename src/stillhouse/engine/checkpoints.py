@@ -285,7 +285,10 @@ class CheckpointStore:
     def rank_values(self, found: Found) -> list[dict[str, Any]]:
         """What each of the processes that saved passed as its `rank_values`."""
         folder = self.root / folder_name(found.images)
-        return [_read_json(folder, rank_file(rank)) for rank in range(found.world_size)]
+        try:
+            return [_read_json(folder, rank_file(rank)) for rank in range(found.world_size)]
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder} cannot be loaded: {error}.") from None
 
 
 # ---------------------------------------------------------------- files
@@ -302,7 +305,10 @@ def _write_texts(folder: Folder, writer: Writer, texts: dict[str, Any]) -> dict[
 
 
 def _read_json(folder: Folder, name: str) -> dict[str, Any]:
-    return json.loads(folder.read(name))
+    try:
+        return json.loads(folder.read(name))
+    except ValueError as error:
+        raise CheckpointError(f"{name} is not JSON") from error
 
 
 # ---------------------------------------------------------------- processes and threads

@@ -8,7 +8,9 @@ follows from (seed, images), so a run that is killed anywhere continues bit for 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 
 from stillhouse.config import Config
-from stillhouse.engine.checkpoints import CheckpointStore
+from stillhouse.engine.checkpoints import CheckpointStore, Found
 from stillhouse.engine.updates import Loss, NetworkConfig, Trained, Update
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
@@ -34,6 +36,10 @@ class Task(Protocol):
         """Makes the updates of one batch."""
         ...
 
+    def report(self) -> Mapping[str, Any]:
+        """Its own numbers since the last log line. Every process calls it: it may exchange."""
+        ...
+
 
 class Item(Protocol):
     """What the data gives: a batch and the position after it (JSON)."""
@@ -45,7 +51,11 @@ class Item(Protocol):
 
 
 class Tracker(Protocol):
-    """Where numbers go: JSONL, TensorBoard, a terminal."""
+    """Where numbers go: JSONL, TensorBoard, a terminal. The first process alone has any."""
+
+    def start(self, images: int) -> None:
+        """The run goes on at `images`; what was logged beyond them is forgotten."""
+        ...
 
     def log(self, images: int, values: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -73,6 +83,35 @@ class LoopConfig(Config):
 Hook = Callable[["Engine"], None]
 
 
+class Clock:
+    """Images per second and the share of time spent waiting for data, without that of hooks."""
+
+    def __init__(self, images: int) -> None:
+        self._images, self._started, self._waited = images, time.perf_counter(), 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time in here is time without data."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time in here does not count."""
+        began = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - began
+
+    def lap(self, images: int) -> dict[str, float]:
+        """The numbers since the last lap."""
+        now = time.perf_counter()
+        took, added = now - self._started, images - self._images
+        waited, self._waited = self._waited, 0.0
+        self._images, self._started = images, now
+        return {"images_per_second": added / took, "data_wait": waited / took}
+
+
 class Engine:
     """Runs a task from where its last checkpoint is to the end."""
 
@@ -93,13 +132,14 @@ class Engine:
         self.task, self.config, self.world = task, config, world
         self.store, self.trackers, self.hooks = store, trackers, dict(hooks or {})
         self.images, self.skips_in_a_row = 0, 0
+        self._saved: int | None = None
+        self._stop = False
         self.position: dict[str, Any] = {}  # of this process, after its last batch
-        self.positions: list[dict[str, Any]] = []  # of every process of the run that is resumed
         self.networks = {
             name: Trained.start(module, networks[name], world)
             for name, module in task.modules().items()
         }
-        self.last: dict[str, Update] = {}
+        self.updates: dict[str, list[Update]] = {}  # of every network, since the last log line
         self._batch: Any = None
 
     def __getitem__(self, name: str) -> nn.Module:
@@ -117,23 +157,23 @@ class Engine:
         update = self.networks[name].update(
             loss, rows, images=self.images, total=self.config.images
         )
-        self.last[name] = update
         if update.skipped:
             self._skipped(name, update)
         else:
+            self.updates.setdefault(name, []).append(update)
             self.skips_in_a_row = 0
         return update.carry
 
     def _skipped(self, name: str, update: Update) -> None:
         self.skips_in_a_row += 1
-        ids = getattr(self._batch, "ids", None)
+        ids = getattr(self._batch, "ids", torch.tensor([])).tolist()
         event = {
             "skipped": name,
             "loss": update.loss,
             "gradient_norm": update.gradient_norm,
-            "ids": None if ids is None else ids.tolist(),
+            "ids": [i for share in self.world.gather(ids) for i in share],
         }
-        self._log(event)
+        self.log(event)
         if self.skips_in_a_row > self.config.max_skips:
             raise UserError(
                 f"{self.skips_in_a_row} updates of {name} in a row had a loss or gradient that is "
@@ -143,27 +183,53 @@ class Engine:
 
     # ------------------------------------------------------------ the loop
 
-    def run(self, feed: Iterable[Item]) -> None:
-        """Trains until the configured number of images; `feed` starts where `resume` left off."""
-        started, seen = time.perf_counter(), self.images
-        for item in feed:
-            if self.images >= self.config.images:
+    def run(self, feed: Iterable[Item], opening: Mapping[str, Any] | None = None) -> None:
+        """Trains until the configured number of images, or until `stop` was called.
+
+        `feed` starts where `resume` left off; `opening` is logged first.
+        """
+        for tracker in self.trackers:
+            tracker.start(self.images)
+        if opening:
+            self.log(opening)
+        clock, items = Clock(self.images), iter(feed)
+        while self.images < self.config.images:
+            with clock.waiting():
+                item = next(items, None)
+            if item is None:
                 break
             self._step(item)
-            if self._due(self.config.log_every):
-                now = time.perf_counter()
-                speed = (self.images - seen) / (now - started)
-                self._log({"images_per_second": speed, **self.numbers()})
-                started, seen = now, self.images
-            if self._due(self.config.checkpoint_every):
+            stopping = bool(self.world.total(self._stop))
+            saving = stopping or self._due(self.config.checkpoint_every)
+            # With each checkpoint too: no sum that a log line is made of spans a resume.
+            if saving or self._due(self.config.log_every):
+                self.log({**clock.lap(self.images), **self.numbers(), **self.task.report()})
+            with clock.stopped():
+                self._call_hooks()
+            # Last: when the checkpoint exists, everything up to it has been logged and drawn.
+            if saving:
                 self.save()
-            for every, hooks in self.hooks.items():
-                if self._due(every):
-                    for hook in hooks:
-                        hook(self)
+            if stopping:
+                break
         self.save()
         if self.store is not None:
             self.store.wait()
+
+    def stop(self) -> None:
+        """Ends the run after this step, everywhere, with a checkpoint; for signal handlers."""
+        self._stop = True
+
+    def _call_hooks(self) -> None:
+        for every, hooks in self.hooks.items():
+            for hook in hooks if self._due(every) else ():
+                try:
+                    hook(self)
+                except OSError as error:
+                    where = error.filename or "What is drawn and stored during training"
+                    raise UserError(
+                        f"{where}: {error.strerror or error}. Mend that, and run the same command "
+                        "again: it goes on from the last checkpoint."
+                    ) from error
 
     def _step(self, item: Item) -> None:
         # What is random inside a network (dropout) is keyed by (seed, step, rank).
@@ -181,17 +247,19 @@ class Engine:
         return self.images // every > before // every or self.images >= self.config.images
 
     def numbers(self) -> dict[str, float]:
-        """Loss, gradient norm and learning rate of every network's last update."""
-        return {
-            f"{name}/{key}": getattr(update, key)
-            for name, update in self.last.items()
-            for key in ("loss", "gradient_norm", "lr")
-        }
+        """Mean loss and gradient norm since the last line, and the learning rate, per network."""
+        updates, self.updates = self.updates, {}
+        found = {}
+        for name, those in updates.items():
+            found[f"{name}/loss"] = fmean(update.loss for update in those)
+            found[f"{name}/gradient_norm"] = fmean(update.gradient_norm for update in those)
+            found[f"{name}/lr"] = those[-1].lr
+        return found
 
-    def _log(self, values: Mapping[str, Any]) -> None:
-        if self.world.rank == 0:
-            for tracker in self.trackers:
-                tracker.log(self.images, values)
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Tells every tracker."""
+        for tracker in self.trackers:
+            tracker.log(self.images, values)
 
     # ------------------------------------------------------------ state
 
@@ -207,18 +275,22 @@ class Engine:
         }
 
     def save(self) -> None:
-        """Starts an asynchronous checkpoint."""
-        if self.store is not None:
-            values = {
-                "images": self.images,
-                "skips_in_a_row": self.skips_in_a_row,
-                "config": self.config.model_dump(mode="json"),
-            }
-            self.store.save(self.images, self.tensors(), values, {"position": self.position})
+        """Starts an asynchronous checkpoint, unless there is one of this moment."""
+        if self.store is None or self.images == self._saved:
+            return
+        values = {
+            "images": self.images,
+            "skips_in_a_row": self.skips_in_a_row,
+            "config": self.config.model_dump(mode="json"),
+        }
+        self.store.save(self.images, self.tensors(), values, {"position": self.position})
+        self._saved = self.images
+        self.log({"checkpoint": self.images})
 
-    def resume(self) -> bool:
-        """Continues from the newest whole checkpoint, if there is one."""
-        found = None if self.store is None else self.store.find()
+    def resume(self, found: Found | None = None) -> bool:
+        """Continues from `found`, else from the newest whole checkpoint, if there is one."""
+        if found is None and self.store is not None:
+            found = self.store.find()
         if self.store is None or found is None:
             return False
         tensors = self.tensors()
@@ -229,7 +301,11 @@ class Engine:
                 trained.inner, trained.optimiser, tensors[name]["optimiser"]
             )
             trained.averages.load_state_dict(tensors[name]["averages"])
-        self.images = values["images"]
+        self.images = self._saved = values["images"]
         self.skips_in_a_row = values["skips_in_a_row"]
-        self.positions = [entry["position"] for entry in self.store.rank_values(found)]
         return True
+
+
+def positions(store: CheckpointStore, found: Found | None) -> list[dict[str, Any]]:
+    """Where each process of the run that is resumed was in its data."""
+    return [] if found is None else [v["position"] for v in store.rank_values(found)]

@@ -53,6 +53,8 @@ def spread(network: nn.Module, how: Spread, world: World) -> nn.Module:
             f"{world.size} processes and sharding 'none': each would train its own copy. Choose "
             "ddp, fsdp or hsdp."
         )
+    if how.offload and how.sharding not in ("fsdp", "hsdp"):
+        raise UserError("offloading is a way of sharding: choose --spread.sharding fsdp or hsdp")
     if how.checkpointing:
         _checkpoint(network)
     if how.compile:
@@ -82,7 +84,7 @@ def _fully_shard(network: nn.Module, how: Spread, world: World) -> nn.Module:
         options["mp_policy"] = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
-    if how.offload:
+    if how.offload and world.device.type != "cpu":  # without a GPU all is in host memory anyway
         options["offload_policy"] = CPUOffloadPolicy()
     for block in blocks(network):
         fully_shard(block, **options)

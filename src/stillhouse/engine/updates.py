@@ -6,13 +6,15 @@ says how micro-batches become losses.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as states
 
 from stillhouse.config import Config
 from stillhouse.engine import rows
@@ -76,16 +78,27 @@ class Trained:
 
         Accumulation equals the large batch: each sample counts 1/N with N the global count.
         """
-        count = self.world.total(rows.count_rows(batch))
-        mean, carry = self._backward(loss, batch, count)
+        count = rows.count_rows(batch) * self.world.size
+        part, carry = self._backward(loss, batch, count)
         norm = self._gradient_norm()
-        # A collective decision: one process that skips while others step would be a silent fork.
-        good = self.world.all(math.isfinite(mean) and math.isfinite(norm))
+        mean, good = self._agree(part, norm, count)
         lr = self.config.optimiser.rate(images + count, total)
         if good:
             self._step(lr)
         self.optimiser.zero_grad(set_to_none=True)
-        return Update(self.world.total(mean), norm, lr, not good, carry)
+        return Update(mean, norm, lr, not good, carry)
+
+    def _agree(self, part: float, norm: float, count: float) -> tuple[float, bool]:
+        """The global mean loss, and whether all is finite: one exchange for both.
+
+        A collective decision: one process that skips while others step would be a silent fork.
+        """
+        bad = not (math.isfinite(part) and math.isfinite(norm))
+        mine = torch.tensor([part, bad, count, count**2], dtype=torch.float64)
+        mean, bads, counts, squares = self.world.sum(mine).tolist()
+        if squares * self.world.size != counts**2:
+            raise RuntimeError("an update needs as many rows on every process")
+        return mean, not bads
 
     def _backward(self, loss: Loss, batch: Any, count: float) -> tuple[float, Any]:
         """Gradients of the mean over the global batch; this process's part of the mean loss."""
@@ -119,6 +132,30 @@ class Trained:
             group["lr"] = lr
         self.optimiser.step()
         self.moved = True
+
+    @contextmanager
+    def evaluating(self, average: str = "") -> Iterator[nn.Module]:
+        """The network to measure or draw with: an average's weights, no gradient, no dropout.
+
+        Every process must enter, and call a sharded network equally often.
+        """
+        network, training = self.inner, self.inner.training
+        shown = self.averages.applied(average) if average else nullcontext()
+        with shown, torch.no_grad(), computing(self.config.spread, self.world.device):
+            yield network.eval()
+        network.train(training)
+
+    def weights(self, average: str = "") -> dict[str, Tensor]:
+        """All weights on the host, those of an average where one is named.
+
+        Every process must call it; where the network is sharded only the first gets them.
+        """
+        shown = self.averages.applied(average) if average else nullcontext()
+        whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        with shown:
+            found: dict[str, Any] = states.get_model_state_dict(self.inner, options=whole)
+            # Without sharding these are the network's own tensors, which will change.
+            return {name: tensor.clone() for name, tensor in found.items()}
 
     def average(self, images: int) -> None:
         """Once per batch, however many updates it made; not after a batch that was skipped."""

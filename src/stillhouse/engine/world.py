@@ -4,11 +4,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stillhouse.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,25 @@ class World:
         if sentence[0] is not None:
             raise UserError(sentence[0]) if self.rank == 0 else SystemExit(1)
 
-    def total(self, value: float) -> float:
-        """The sum over processes."""
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over processes, on the host, in float64."""
         if self.size == 1:
-            return value
-        shared = torch.tensor(value, dtype=torch.float64, device=self._meeting_place)
+            return values.double().cpu()
+        shared = values.to(self._meeting_place, torch.float64, copy=True)
         dist.all_reduce(shared)
-        return float(shared)
+        return shared.cpu()
 
-    def all(self, flag: bool) -> bool:
-        """Whether it holds on every process."""
-        return self.total(float(not flag)) == 0
+    def total(self, value: float) -> float:
+        """The sum of one number over processes."""
+        return float(self.sum(torch.tensor(value, dtype=torch.float64)))
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, by rank. For small things: it is pickled on the way."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
 
     @property
     def _meeting_place(self) -> torch.device:
@@ -89,3 +101,12 @@ def _device(name: str) -> torch.device:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     return device
+
+
+def memory_gb(device: torch.device) -> float:
+    """The most memory that this process has held, on its GPU or, without one, at all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -34,9 +34,15 @@ class LevelCurve:
         """The curve of one batch."""
         sigma, values = loss.sigma.double().cpu(), loss.per_sample.detach().double().cpu()
         bins = torch.bucketize(sigma, edges[1:-1].double().cpu(), right=True)
+        none = cls.none(edges)
+        total = none.total.index_add(0, bins, values)
+        return cls(edges, total, none.count.index_add(0, bins, torch.ones_like(values)))
+
+    @classmethod
+    def none(cls, edges: Tensor) -> "LevelCurve":
+        """The curve of nothing, to add to."""
         zero = torch.zeros(len(edges) - 1, dtype=torch.float64)
-        total = zero.index_add(0, bins, values)
-        return cls(edges, total, zero.index_add(0, bins, torch.ones_like(values)))
+        return cls(edges, zero, zero)
 
     def __add__(self, other: "LevelCurve") -> "LevelCurve":
         if not torch.equal(self.edges, other.edges):
@@ -47,6 +53,11 @@ class LevelCurve:
     def mean(self) -> Tensor:
         """[K] mean loss per bin; not a number where nothing fell."""
         return self.total / self.count
+
+    def as_lists(self) -> dict[str, list[float | None]]:
+        """For a log: edges, and the mean per bin or None."""
+        means = [None if math.isnan(mean) else mean for mean in self.mean.tolist()]
+        return {"edges": self.edges.tolist(), "loss": means}
 
     @property
     def overall(self) -> float:
@@ -76,8 +87,7 @@ def validate(
     edges: Tensor,
 ) -> LevelCurve:
     """The validation loss per noise level, over all batches."""
-    zero = torch.zeros(len(edges) - 1, dtype=torch.float64)
-    curve = LevelCurve(edges, zero, zero)
+    curve = LevelCurve.none(edges)
     for batch in batches:
         curve = curve + LevelCurve.of(validation_loss(objective, denoiser, batch, generator), edges)
     return curve

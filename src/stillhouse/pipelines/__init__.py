@@ -1,17 +1,21 @@
-"""Checkpoints in diffusers' format: reading them as denoisers and codecs."""
+"""Checkpoints in diffusers' format: read as denoisers and codecs, and written."""
 
 from stillhouse.pipelines.load import (
     UnreadableCheckpoint,
     checkpoint_files,
     load_codec,
     load_denoiser,
+    read_facts,
     resolve_folder,
 )
+from stillhouse.pipelines.save import save_denoiser
 
 __all__ = [
     "UnreadableCheckpoint",
     "checkpoint_files",
     "load_codec",
     "load_denoiser",
+    "read_facts",
     "resolve_folder",
+    "save_denoiser",
 ]

@@ -22,6 +22,7 @@ from stillhouse.process import NetworkDenoiser
 NETWORK_FOLDERS = ("unet", "transformer")
 # Published DiT and PixArt configs say Transformer2DModel; diffusers picks the class that it means.
 LOADABLE = {*NETWORKS, "Transformer2DModel"}
+FACTS = "stillhouse"  # the key of our own facts in the metadata of safetensors
 AUTOENCODERS = {"AutoencoderKL", "AutoencoderTiny"}
 # diffusers' names of weights, whole or in shards; half precision is read where there is no other.
 WEIGHTS = {
@@ -78,7 +79,8 @@ def load_denoiser(
         trained = read_schedule(config)
     except ValueError as error:
         raise UnreadableCheckpoint(f"{parts.scheduler} cannot be used: {error}.") from error
-    network = DiffusersNetwork(_load_network(parts.network, dtype).to(device))
+    model = _load_network(parts.network, dtype).to(device)
+    network = DiffusersNetwork(model, read_facts(parts.network).get("null_label"))
     return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip).eval()
 
 
@@ -191,8 +193,30 @@ def _load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What Stillhouse wrote into the metadata of the weights: the run, the label for no class."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(_find_weights(folder).files[0], "pt") as file:
+            found = json.loads((file.metadata() or {}).get(FACTS, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UnreadableCheckpoint(f"the weights in {folder} cannot be read: {error}.") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _class(name: str) -> Any:
+    """A diffusers class, or the one of ours that is made like them."""
+    if name == "PlaneNetwork":
+        from stillhouse.models.plane import PlaneNetwork
+
+        return PlaneNetwork
     import diffusers
+
+    return getattr(diffusers, name)
+
+
+def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
     from diffusers.utils import logging
 
     name = str(_read_json(folder / "config.json").get("_class_name"))
@@ -205,7 +229,7 @@ def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
     before, verbosity = torch.get_default_dtype(), logging.get_verbosity()
     logging.set_verbosity_error()  # published configs make it warn at every load
     try:
-        model, report = getattr(diffusers, name).from_pretrained(
+        model, report = _class(name).from_pretrained(
             folder,
             use_safetensors=True,
             torch_dtype=dtype,

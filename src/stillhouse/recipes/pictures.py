@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.errors import missing_extra
-from stillhouse.recipes.files import write_whole
+from stillhouse.files import write_whole
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -28,26 +28,55 @@ def to_pil(image: Tensor) -> Any:
 
 def save_png(image: Tensor, path: Path) -> None:
     """One image as a file."""
-    encoded = io.BytesIO()
-    to_pil(image).save(encoded, format="PNG")
-    write_whole(path, encoded.getvalue())
+    _save(to_pil(image), path)
 
 
-def image_grid(files: Sequence[Path], target: Path, *, gap: int = 2) -> None:
-    """Tiles PNG files of one size into one, nearly square, small images enlarged to be seen."""
+def image_grid(files: Sequence[Path], target: Path) -> None:
+    """Tiles PNG files of one size into one picture."""
     from PIL import Image
 
-    tiles = [Image.open(file).convert("RGB") for file in files]
-    width, height = tiles[0].size
+    save_tiles([Image.open(file) for file in files], target)
+
+
+def save_tiles(
+    images: Sequence[Any], target: Path, *, columns: int | None = None, gap: int = 2
+) -> None:
+    """PIL images of one size side by side, nearly square, small ones enlarged to be seen."""
+    from PIL import Image
+
+    width, height = images[0].size
     zoom = max(1, 64 // max(width, height))
-    columns = math.ceil(math.sqrt(len(tiles)))
-    rows = math.ceil(len(tiles) / columns)
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
     step_x, step_y = width * zoom + gap, height * zoom + gap
     sheet = Image.new("RGB", (columns * step_x + gap, rows * step_y + gap), "white")
-    for i, tile in enumerate(tiles):
+    for i, image in enumerate(images):
         place = (gap + i % columns * step_x, gap + i // columns * step_y)
-        sheet.paste(tile.resize((width * zoom, height * zoom), Image.Resampling.NEAREST), place)
-    sheet.save(target)
+        enlarged = image.convert("RGB").resize(
+            (width * zoom, height * zoom), Image.Resampling.NEAREST
+        )
+        sheet.paste(enlarged, place)
+    _save(sheet, target)
+
+
+def save_points(points: Tensor, backdrop: Tensor, target: Path, *, size: int = 384) -> None:
+    """Points of the plane over those of the target, without matplotlib: runs draw many of these."""
+    from PIL import Image, ImageDraw
+
+    reach = 1.3 * float(backdrop.abs().max())
+    sheet = Image.new("RGB", (size, size), "white")
+    pen = ImageDraw.Draw(sheet)
+    for places, radius, colour in ((backdrop, 0.8, "#c9ced6"), (points, 1.8, "#1d5b8f")):
+        # y upwards
+        for x, y in ((places * torch.tensor([1, -1]) / reach + 1) * size / 2).tolist():
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+    _save(sheet, target)
+
+
+def _save(picture: Any, target: Path) -> None:
+    encoded = io.BytesIO()
+    picture.save(encoded, format="PNG")
+    write_whole(target, encoded.getvalue())
 
 
 def pyplot() -> Any:

@@ -7,7 +7,7 @@ Running the same command again draws only the batches that are missing.
 
 import json
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,9 +19,10 @@ from torch import Tensor
 from stillhouse import __version__
 from stillhouse.engine.world import World, world
 from stillhouse.errors import UserError
+from stillhouse.files import write_whole
 from stillhouse.process import KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
-from stillhouse.recipes.files import write_whole
+from stillhouse.recipes.claims import differences
 from stillhouse.recipes.parts import (
     Config,
     Dpmpp3M,
@@ -267,8 +268,8 @@ def claim_folder(config: SampleRun, subject: Subject, device: torch.device) -> N
     if not (out / RECORD).is_file():
         raise UserError(f"{out} holds images but no {RECORD}: choose another --out")
     old = read_record(out)
-    changed = _differences(old.get("run", {}), record["run"], ignored=_free(config, subject))
-    changed += _differences(old.get("files", {}), record["files"])
+    changed = differences(old.get("run", {}), record["run"], _free(config, subject))
+    changed += differences(old.get("files", {}), record["files"])
     if changed:
         raise UserError(
             f"{out} holds samples of another run ({', '.join(changed)}). Choose another --out, or "
@@ -282,20 +283,6 @@ def _free(config: SampleRun, subject: Subject) -> set[str]:
     if subject.toy is not None:
         return {"count"}
     return {"count", "model"} | (set() if config.tensors else {"batch"})
-
-
-def _differences(
-    old: dict[str, Any], new: dict[str, Any], path: str = "", ignored: Container[str] = ()
-) -> list[str]:
-    """Dotted names whose values differ, with both values."""
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        name, a, b = f"{path}{key}", old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{name}.", ignored)
-        elif a != b and name not in ignored:
-            found.append(f"{name}: {a} -> {b}")
-    return found
 
 
 def finish(

@@ -11,7 +11,13 @@ import torch
 
 from stillhouse.errors import UserError
 from stillhouse.models import Codec
-from stillhouse.pipelines import checkpoint_files, load_codec, load_denoiser, resolve_folder
+from stillhouse.pipelines import (
+    checkpoint_files,
+    load_codec,
+    load_denoiser,
+    read_facts,
+    resolve_folder,
+)
 from stillhouse.process import (
     EDM,
     TOYS,
@@ -34,7 +40,7 @@ class Subject:
     files: Mapping[str, Sequence[Path]]  # what it was read from, by role
     labels: tuple[int, ...] = ()  # sample i has class labels[i mod n]; none where empty
     codec: Codec | None = None
-    toy: GaussianMixture | None = None
+    toy: GaussianMixture | None = None  # what points of the plane are drawn over
 
     def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything that was read, by role."""
@@ -75,12 +81,11 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
     network: Any = denoiser.network
     network.for_inference()
     _check_conditions(name, network, wish)
-    codec = load_codec(folder, device=wish.device)
-    channels = network.data_shape[0]
-    if codec is None and channels not in (1, 3):
+    codec, plane = load_codec(folder, device=wish.device), len(network.data_shape) == 1
+    if codec is None and not plane and network.data_shape[0] not in (1, 3):
         raise UserError(
-            f"{name} draws {channels}-channel latents and has no vae folder to turn them into "
-            "images"
+            f"{name} draws {network.data_shape[0]}-channel latents and has no vae folder to turn "
+            "them into images"
         )
     null = _null_label(wish.null_label, network)
     guide = partial(_guide, load, network)
@@ -91,7 +96,16 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
         checkpoint_files(folder) | _guide_files(wish.guidance),
         _labels(wish.labels, network.classes, null) if network.classes else (),
         codec,
+        _target(folder) if plane else None,
     )
+
+
+def _target(folder: Path) -> GaussianMixture:
+    """The toy that a network of the plane was trained on."""
+    data = read_facts(folder).get("config", {}).get("data", {})
+    if data.get("toy") not in TOYS:
+        raise UserError(f"{folder} does not say which toy it was trained on")
+    return TOYS[data["toy"]]()
 
 
 def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> NetworkDenoiser:
@@ -107,7 +121,7 @@ def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> Ne
 
 
 def _check_conditions(name: str, network: Any, wish: Wish) -> None:
-    if network.model.config.sample_size is None:
+    if network.model.config.get("sample_size", 0) is None:
         raise UserError(f"{name} does not say its image size: put sample_size into its config.json")
     if not network.classes and (wish.labels or isinstance(wish.guidance, ClassifierFree)):
         raise UserError(f"{name} knows no classes: --labels and classifier-free guidance need them")

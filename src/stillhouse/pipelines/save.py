@@ -1,0 +1,47 @@
+"""`save_denoiser`: a trained network as a diffusers model folder, readable by both libraries.
+
+    config.json, diffusion_pytorch_model.safetensors, scheduler_config.json
+
+`UNet2DModel.from_pretrained(folder)` and `load_denoiser(folder)` both read it. The run's config and
+what else a reader should know are in the metadata of the safetensors file.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.files import write_whole
+from stillhouse.pipelines.load import FACTS
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def save_denoiser(
+    folder: Path,
+    model: Any,
+    weights: Mapping[str, Tensor],
+    scheduler: Mapping[str, Any],
+    *,
+    facts: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes `weights` of the diffusers `model` and the config of its scheduler.
+
+    The weights come last, and every file appears whole: a folder that has weights is complete.
+    """
+    import diffusers
+    from safetensors.torch import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_config(folder)
+    process = getattr(diffusers, scheduler["_class_name"]).from_config(dict(scheduler))
+    process.save_config(folder)
+    cast = {
+        k: w.to(dtype if w.is_floating_point() else None).contiguous() for k, w in weights.items()
+    }
+    metadata = {"format": "pt", FACTS: json.dumps(dict(facts))}
+    write_whole(folder / WEIGHTS, save(cast, metadata=metadata))

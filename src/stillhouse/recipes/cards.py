@@ -1,0 +1,174 @@
+"""`stillhouse export`: a run's model as a folder to hand on, with a card that says what it is.
+
+The grid on the card is drawn from the very file that is handed on, so it shows that file's quality.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveInt
+
+from stillhouse.config import Config
+from stillhouse.engine.trackers import LOG, read_log
+from stillhouse.errors import UserError
+from stillhouse.files import write_whole
+from stillhouse.pipelines import load_denoiser, read_facts, save_denoiser
+from stillhouse.recipes import pictures
+from stillhouse.recipes.parts import NoGuidance
+from stillhouse.recipes.sampling import SampleRun, draw_batch
+from stillhouse.recipes.subjects import Wish, load_subject
+from stillhouse.recipes.training import RECORD
+
+
+class ExportRun(Config):
+    """What to hand on."""
+
+    run: Path = Path()
+    """The folder of a training run."""
+    out: Path = Path("exported")
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the weights in the file."""
+    command: str = ""
+    """The command that trained it, for the card."""
+    data: str = ""
+    """What it was trained on, and under which licence, for the card."""
+    licence: str = ""
+    """The model's licence, as the hub names it (mit, apache-2.0)."""
+    note: str = ""
+    """A paragraph for the card."""
+    count: PositiveInt = 100
+    """Samples on the card's grid."""
+    steps: PositiveInt = 20
+
+
+def export(config: ExportRun) -> Path:
+    """Writes weights, configs, grid, curves and card; returns the card."""
+    source = config.run / "model"
+    if not (config.run / RECORD).is_file() or not source.is_dir():
+        raise UserError(f"{config.run} is no training run that has saved a model yet")
+    facts = read_facts(source)
+    model: Any = load_denoiser(source).network.model
+    scheduler = json.loads((source / "scheduler_config.json").read_text())
+    dtype = getattr(torch, config.dtype)
+    save_denoiser(config.out, model, model.state_dict(), scheduler, facts=facts, dtype=dtype)
+    log = read_log(config.run / LOG)
+    draw_grid(config)
+    draw_curves(log, config.out / "curves.png")
+    write_whole(config.out / "curves.json", json.dumps(curves(log), indent=1).encode())
+    card = config.out / "README.md"
+    write_whole(card, spell_card(config, facts, log, model).encode())
+    return card
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def draw_grid(config: ExportRun) -> None:
+    """Samples 0, 1, ... of seed 0, as `stillhouse sample` draws them; one class per column."""
+    wish = Wish(NoGuidance(), (), None, torch.float32, torch.device("cpu"))
+    subject = load_subject(str(config.out), wish)
+    run = SampleRun(model=str(config.out), steps=config.steps, count=config.count)
+    grid = run.grid.build(subject.scaling, config.steps)  # type: ignore[union-attr]
+    samples = draw_batch(run, subject, grid, list(range(config.count)), wish.device)
+    target = config.out / "grid.png"
+    if subject.toy is not None:
+        backdrop = subject.toy.sample(2000, torch.Generator().manual_seed(0))
+        return pictures.save_points(samples, backdrop, target)
+    columns = len(subject.labels) if 1 < len(subject.labels) <= 16 else None
+    return pictures.save_tiles([pictures.to_pil(s) for s in samples], target, columns=columns)
+
+
+def curves(log: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers behind the picture: series over images, and the last losses per noise level."""
+    names = ("denoiser/loss", "validation/loss", "denoiser/lr")
+    series = {n: [[line["images"], line[n]] for line in log if n in line] for n in names}
+    levels = {
+        n: [line[n] for line in log if n in line][-1:] for n in ("levels", "validation/levels")
+    }
+    return {**series, **{name: found[0] for name, found in levels.items() if found}}
+
+
+def draw_curves(log: Sequence[dict[str, Any]], target: Path) -> None:
+    """Loss over images, and held-out loss per noise level from early to late."""
+    plt = pictures.pyplot()
+    found = curves(log)
+    figure, (loss, levels) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for name, label, look in (
+        ("denoiser/loss", "training", {"lw": 0.8, "color": "#7f8c9b"}),
+        (
+            "validation/loss",
+            "held out, averaged weights",
+            {"marker": "o", "ms": 3, "color": "#1d5b8f"},
+        ),
+    ):
+        if found[name]:
+            loss.plot(*zip(*found[name], strict=True), label=label, **look)
+    top = 2 * min((value for _, value in found["denoiser/loss"]), default=1.0)
+    loss.set(xlabel="images", ylabel="loss", ylim=(None, top))
+    loss.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
+    loss.legend(fontsize=8)
+    key = "validation/levels" if "validation/levels" in found else "levels"
+    lines = [line for line in log if key in line]
+    for i, line in enumerate(lines[:: max(1, len(lines) // 5)]):
+        edges = line[key]["edges"]
+        middles = [(a * b) ** 0.5 for a, b in pairwise(edges)]
+        values = [float("nan") if v is None else v for v in line[key]["loss"]]
+        shade = plt.cm.viridis(0.9 - 0.8 * i / 5)
+        levels.plot(middles, values, color=shade, lw=1.2, label=f"{line['images']:,}")
+    levels.set(xscale="log", xlabel="noise level σ", ylabel="loss")
+    levels.legend(title="images", fontsize=7, title_fontsize=7)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+# ---------------------------------------------------------------- words
+
+
+def spell_card(
+    config: ExportRun, facts: dict[str, Any], log: Sequence[dict[str, Any]], model: Any
+) -> str:
+    run = facts["config"]
+    count = sum(p.numel() for p in model.parameters())
+    held_out = [line["validation/loss"] for line in log if "validation/loss" in line]
+    rows = {
+        "network": f"{type(model).__name__}, {count / 1e6:.2f}M parameters",
+        "weights": f"{config.dtype}, averaged ({facts['average'] or 'no average'})",
+        "process": _words(run["process"]),
+        "objective": _words(run["objective"]),
+        "optimiser": _words(run["optim"]),
+        "images seen": f"{facts['images']:,}, in batches of {run['batch']}",
+        "held-out loss": f"{held_out[-1]:.4f}" if held_out else "not measured",
+        "label for no class": str(facts.get("null_label")),
+        "seed": str(run["seed"]),
+        **({"data": config.data} if config.data else {}),
+    }
+    head = ["---", "library_name: diffusers", "tags: [stillhouse, diffusion]"]
+    head += [f"license: {config.licence}"] if config.licence else []
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    parts = [
+        "\n".join([*head, "---"]),
+        f"# {config.out.name}",
+        "![Samples](grid.png)",
+        f"*{config.count} samples of seed 0 from this very file, {config.steps} evaluations each "
+        "(`dpmpp-3m`), one class per column, without guidance, not chosen.*",
+        *([config.note] if config.note else []),
+        "\n".join(table),
+        *([f"Trained by\n\n```bash\n{config.command}\n```"] if config.command else []),
+        "![Curves](curves.png)",
+        "*Left: loss over images seen. Right: held-out loss per noise level as training went on. "
+        "The numbers are in `curves.json`; the whole config of the run is in the metadata of the "
+        "weights.*",
+        "```python\nfrom stillhouse import load_denoiser\n\n"
+        f'denoiser = load_denoiser("{config.out}")  # denoiser(x, sigma, cond) -> x0\n```',
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _words(part: dict[str, Any]) -> str:
+    """A part of a config in a line."""
+    inner = {k: v["kind"] if isinstance(v, dict) else v for k, v in part.items() if k != "kind"}
+    return f"{part['kind']} ({', '.join(f'{k} {v}' for k, v in inner.items())})"

@@ -1,0 +1,191 @@
+"""The recipes: named runs to start from. Each is a function of the scale.
+
+| name | data | network | process |
+|---|---|---|---|
+| `toy-moons`, `-ring`, `-spiral`, `-checkerboard` | points in the plane | perceptron | EDM |
+| `fashion-unet` | Fashion-MNIST, 28 px grey, 10 classes | U-Net | EDM |
+| `cifar10-unet` | CIFAR-10, 32 px, 10 classes | U-Net | EDM |
+| `cifar10-dit` | CIFAR-10, 32 px, 10 classes | DiT | flow |
+| `images` | a folder of your own | U-Net | EDM |
+
+`tiny` shows in about a minute on two cores that all of it works; `full` is meant to be used.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, Parquet, PointsConfig
+from stillhouse.data.points import Toy
+from stillhouse.engine.ema import HalfLife
+from stillhouse.engine.optimisers import AdamW, Constant, Cosine
+from stillhouse.engine.sharding import Spread
+from stillhouse.objectives.configs import DenoisingConfig, FlowConfig, LogNormal
+from stillhouse.recipes.networks import DiT, Perceptron, UNet
+from stillhouse.recipes.processes import Edm, RectifiedFlow
+from stillhouse.recipes.training import TrainRun
+from stillhouse.recipes.watching import Preview, Validation
+
+Scale = Literal["tiny", "full"]
+
+# Where a data set is: in a folder of this name below $STILLHOUSE_DATA, or else on the hub.
+HUB = {
+    "fashion": "hf://datasets/zalando-datasets/fashion_mnist/fashion_mnist",
+    "cifar10": "hf://datasets/uoft-cs/cifar10/plain_text",
+}
+HUB_IMAGE = {"fashion": "image", "cifar10": "img"}
+
+
+def local_data() -> Path | None:
+    """The folder of local copies, if there is one."""
+    folder = os.environ.get("STILLHOUSE_DATA")
+    return Path(folder) if folder else None
+
+
+def parquet(name: str, split: Literal["train", "test"]) -> Parquet:
+    """A data set's files: a local copy where there is one."""
+    folder = local_data()
+    here = folder is not None and (folder / name).is_dir()
+    return Parquet(files=(f"{folder / name if here and folder else HUB[name]}/{split}*.parquet",))
+
+
+def columns(name: str) -> Columns:
+    """Local copies name the image column `image`."""
+    folder = local_data()
+    here = folder is not None and (folder / name).is_dir()
+    return Columns(image="image" if here else HUB_IMAGE[name], label="label")
+
+
+def toy(name: Toy, scale: Scale) -> TrainRun:
+    images = {"tiny": 200_000, "full": 2_000_000}[scale]
+    return TrainRun(
+        data=PointsConfig(toy=name),
+        network=Perceptron(),
+        process=Edm(sigma_data=0.7),
+        images=images,
+        batch=500,
+        optim=AdamW(lr=2e-3, schedule=Cosine()),
+        averages=(HalfLife(images=images / 20),),
+        log_every=images // 50,
+        checkpoint_every=images // 4,
+        preview=Preview(every=images // 5, count=1000, steps=30),
+        validation=Validation(every=images // 5, images=5000),
+        out=Path(f"runs/toy-{name}"),
+    )
+
+
+def fashion_unet(scale: Scale) -> TrainRun:
+    images, every = {"tiny": (2_560, 1_280), "full": (300_000, 32_000)}[scale]
+    tiny = scale == "tiny"
+    return TrainRun(
+        data=DataConfig(
+            source=parquet("fashion", "train"),
+            columns=columns("fashion"),
+            image=ImageConfig(size=28, mode="grey"),
+        ),
+        classes=10,
+        network=UNet(channels=(16, 32, 32) if tiny else (48, 96, 128), layers=1, head_width=16),
+        process=Edm(sigma_data=0.7),
+        objective=DenoisingConfig(density=LogNormal(mean=-0.9, std=1.3)),
+        spread=Spread(precision="fp32" if tiny else "bf16"),
+        images=images,
+        batch=64,
+        optim=AdamW(
+            lr=1e-3 if tiny else 5e-4,
+            warmup=0 if tiny else 8_000,
+            schedule=Constant() if tiny else Cosine(),
+        ),
+        averages=(HalfLife(images=100 if tiny else 20_000),),
+        log_every=640 if tiny else 3_200,
+        checkpoint_every=every,
+        preview=Preview(every=every),
+        validation=Validation(every=every, source=parquet("fashion", "test")),
+        out=Path("runs/fashion-unet"),
+    )
+
+
+def cifar10(scale: Scale) -> TrainRun:
+    """What both CIFAR-10 recipes share."""
+    images, every = {"tiny": (1_280, 640), "full": (20_000_000, 256_000)}[scale]
+    tiny = scale == "tiny"
+    return TrainRun(
+        data=DataConfig(
+            source=parquet("cifar10", "train"),
+            columns=columns("cifar10"),
+            image=ImageConfig(size=32, flip=True),
+        ),
+        classes=10,
+        images=images,
+        batch=32 if tiny else 256,
+        averages=(HalfLife(images=images / 20 if tiny else 500_000),),
+        log_every=320 if tiny else 10_240,
+        checkpoint_every=every,
+        preview=Preview(every=every),
+        validation=Validation(every=every, source=parquet("cifar10", "test")),
+    )
+
+
+def cifar10_unet(scale: Scale) -> TrainRun:
+    tiny = scale == "tiny"
+    network = (
+        UNet(channels=(16, 32, 32), layers=1, head_width=16)
+        if tiny
+        else UNet(channels=(128, 256, 256), layers=3, attention=(1,), head_width=64, dropout=0.13)
+    )
+    return cifar10(scale).model_copy(
+        update={
+            "network": network,
+            "process": Edm(sigma_data=0.5),
+            "optim": AdamW(lr=1e-3 if tiny else 5e-4, warmup=0 if tiny else 500_000),
+            "out": Path("runs/cifar10-unet"),
+        }
+    )
+
+
+def cifar10_dit(scale: Scale) -> TrainRun:
+    tiny = scale == "tiny"
+    network = DiT(patch=4, depth=2, heads=2, head_width=32) if tiny else DiT(patch=2)
+    return cifar10(scale).model_copy(
+        update={
+            "network": network,
+            "process": RectifiedFlow(),
+            "objective": FlowConfig(),
+            "spread": Spread(precision="bf16"),
+            "optim": AdamW(lr=1e-3 if tiny else 3e-4, warmup=0 if tiny else 500_000),
+            "out": Path("runs/cifar10-dit"),
+        }
+    )
+
+
+def images(scale: Scale) -> TrainRun:
+    """A folder of one's own, at 64 pixels."""
+    count = {"tiny": 512, "full": 2_000_000}[scale]
+    tiny = scale == "tiny"
+    return TrainRun(
+        data=DataConfig(source=Folder(), image=ImageConfig(size=32 if tiny else 64, flip=True)),
+        network=UNet(channels=(16, 32, 32), layers=1, head_width=16)
+        if tiny
+        else UNet(channels=(64, 128, 192, 256), attention=(2, 3)),
+        images=count,
+        batch=16 if tiny else 64,
+        optim=AdamW(lr=1e-3 if tiny else 3e-4, warmup=0 if tiny else 20_000),
+        averages=(HalfLife(images=count / 20),),
+        log_every=128 if tiny else 6_400,
+        checkpoint_every=256 if tiny else 64_000,
+        preview=Preview(every=256 if tiny else 64_000),
+        out=Path("runs/images"),
+    )
+
+
+RECIPES: dict[str, Callable[[Scale], TrainRun]] = {
+    "toy-moons": partial(toy, "moons"),
+    "toy-ring": partial(toy, "ring"),
+    "toy-spiral": partial(toy, "spiral"),
+    "toy-checkerboard": partial(toy, "checkerboard"),
+    "fashion-unet": fashion_unet,
+    "cifar10-unet": cifar10_unet,
+    "cifar10-dit": cifar10_dit,
+    "images": images,
+}

@@ -1,0 +1,75 @@
+"""The task of plain training: one network, one update per batch, a loss per noise level."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.data import FaultLog
+from stillhouse.engine.loop import Engine
+from stillhouse.engine.world import World, memory_gb
+from stillhouse.objectives import Draws, LevelCurve, Loss, Objective, drop_condition, log_edges
+from stillhouse.process import Batch, Condition, NetworkDenoiser
+
+NAME = "denoiser"  # of the one network
+NAMED = 5  # faults in the data that a log line names
+EDGES = log_edges(0.002, 80.0, 20)  # of noise levels, for curves; beyond counts at the ends
+
+
+@dataclass
+class Learner:
+    """What the engine drives."""
+
+    denoiser: NetworkDenoiser
+    objective: Objective
+    draws: Draws
+    null: Condition | None  # what a dropped condition becomes
+    drop: float
+    world: World
+    faults: FaultLog
+    log_ids: bool = False
+    losses: list[Loss] = field(default_factory=list)  # since the last log line, as are the ids
+    ids: list[int] = field(default_factory=list)
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {NAME: self.denoiser}
+
+    def prepare(self, batch: Batch) -> Batch:
+        """What the prefetch does in advance: all that is drawn by key."""
+        if self.null is not None:
+            batch = drop_condition(batch, self.null, self.drop, self.draws)
+        return self.objective.prepare(batch, self.draws)
+
+    def step(self, batch: Batch, engine: Engine) -> None:
+        denoiser: Any = engine[NAME]
+
+        def loss(rows: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            found = self.objective(denoiser, rows, self.draws)
+            return found.per_sample, (found.per_sample, found.sigma)
+
+        moved = batch.to(self.world.device, non_blocking=True)
+        per_sample, sigma = engine.update(NAME, loss, moved)
+        self.losses.append(Loss(per_sample.mean(), per_sample, sigma))
+        if self.log_ids and batch.ids is not None:
+            self.ids += batch.ids.tolist()
+
+    def report(self) -> dict[str, Any]:
+        losses, self.losses = self.losses, []
+        curve = sum((LevelCurve.of(loss, EDGES) for loss in losses), LevelCurve.none(EDGES))
+        numbers: dict[str, Any] = {"levels": total_curve(curve, self.world).as_lists()}
+        numbers["memory_gb"] = max(self.world.gather(memory_gb(self.world.device)))
+        found = [str(fault) for share in self.world.gather(self.faults.new()) for fault in share]
+        if found:
+            numbers |= {"faults": len(found), "fault_examples": found[:NAMED]}
+        if self.log_ids:
+            ids, self.ids = self.ids, []
+            numbers["ids"] = [i for share in self.world.gather(ids) for i in share]
+        return numbers
+
+
+def total_curve(curve: LevelCurve, here: World) -> LevelCurve:
+    """The curve over all processes."""
+    total, count = here.sum(torch.stack([curve.total, curve.count]))
+    return LevelCurve(curve.edges, total, count)

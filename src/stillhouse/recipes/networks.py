@@ -1,0 +1,141 @@
+"""Networks to train, as configs: each builds a diffusers model for the data's shape and classes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from stillhouse.config import Config
+from stillhouse.errors import UserError
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class UNet(Config):
+    """diffusers' UNet2DModel. One label more than there are classes stands for none."""
+
+    kind: Literal["unet"] = "unet"
+    channels: tuple[PositiveInt, ...] = (64, 128, 256)
+    """Width at each level; each halves the resolution."""
+    layers: PositiveInt = 2
+    """Residual blocks per level."""
+    attention: tuple[int, ...] = (2,)
+    """Levels with self-attention, counted from 0 at full resolution."""
+    head_width: PositiveInt = 32
+    dropout: Share = 0.0
+
+    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
+        """The model, and the label for no class."""
+        from diffusers import UNet2DModel
+
+        channels, size, _ = _image(shape, "unet")
+        halvings = len(self.channels) - 1
+        if size % 2**halvings:
+            raise UserError(
+                f"images of {size} pixels cannot be halved {halvings} times: choose another "
+                "--data.image.size, or fewer --network.channels"
+            )
+        with_attention = [level in self.attention for level in range(len(self.channels))]
+        model = UNet2DModel(
+            sample_size=size,
+            in_channels=channels,
+            out_channels=channels,
+            block_out_channels=self.channels,
+            layers_per_block=self.layers,
+            down_block_types=tuple(["DownBlock2D", "AttnDownBlock2D"][a] for a in with_attention),
+            up_block_types=tuple(["UpBlock2D", "AttnUpBlock2D"][a] for a in with_attention[::-1]),
+            attention_head_dim=self.head_width,
+            norm_num_groups=_groups(self.channels),
+            dropout=self.dropout,
+            num_class_embeds=classes + 1 if classes else None,
+        )
+        return model, classes or None
+
+
+class DiT(Config):
+    """diffusers' DiTTransformer2DModel (Peebles & Xie 2023)."""
+
+    kind: Literal["dit"] = "dit"
+    patch: PositiveInt = 2
+    depth: PositiveInt = 12
+    heads: PositiveInt = 6
+    head_width: PositiveInt = 64
+    dropout: Share = 0.0
+
+    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
+        from diffusers import DiTTransformer2DModel
+
+        channels, size, _ = _image(shape, "dit")
+        if size % self.patch:
+            raise UserError(f"images of {size} pixels are not made of patches of {self.patch}")
+        if not classes:
+            raise UserError(
+                "a DiT is told a class: name the column as --data.columns.label, or choose "
+                "--network unet"
+            )
+        model = DiTTransformer2DModel(
+            num_attention_heads=self.heads,
+            attention_head_dim=self.head_width,
+            in_channels=channels,
+            out_channels=channels,
+            num_layers=self.depth,
+            sample_size=size,
+            patch_size=self.patch,
+            num_embeds_ada_norm=classes,
+            dropout=self.dropout,
+        )
+        return model, classes
+
+
+class Perceptron(Config):
+    """For points in the plane."""
+
+    kind: Literal["perceptron"] = "perceptron"
+    width: PositiveInt = 128
+    depth: PositiveInt = 3
+
+    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
+        from stillhouse.models.plane import PlaneNetwork
+
+        if len(shape) != 1:
+            raise UserError("a perceptron takes points, not images: choose --network unet or dit")
+        known = classes + 1 if classes else None
+        model = PlaneNetwork(*shape, *shape, self.width, self.depth, num_class_embeds=known)
+        return model, classes or None
+
+
+class Pretrained(Config):
+    """A checkpoint to go on from: the weights, not the optimiser."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    path: str = ""
+    """A diffusers directory or hub id."""
+
+    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
+        from stillhouse.pipelines import load_denoiser
+
+        if not self.path:
+            raise UserError("name the checkpoint to go on from as --network.path")
+        network: Any = load_denoiser(self.path).network
+        if network.data_shape != shape:
+            raise UserError(
+                f"{self.path} was made for data of shape {network.data_shape}, not {shape}"
+            )
+        known = (network.classes or 0) - (network.null_label in range(network.classes or 0))
+        if known != classes:
+            raise UserError(f"{self.path} knows {known} classes, the data has {classes}")
+        return network.model, network.null_label
+
+
+NetworkChoice = Annotated[UNet | DiT | Perceptron | Pretrained, Field(discriminator="kind")]
+
+
+def _image(shape: tuple[int, ...], kind: str) -> tuple[int, int, int]:
+    if len(shape) != 3:
+        raise UserError(f"a {kind} takes images: for points choose --network perceptron")
+    channels, height, width = shape
+    return channels, height, width
+
+
+def _groups(channels: tuple[int, ...]) -> int:
+    """Groups of normalisation that divide every width: 32 for the usual ones."""
+    return next(n for n in (32, 16, 8, 4, 2, 1) if all(width % n == 0 for width in channels))

@@ -1,0 +1,110 @@
+"""`--dry-run`: the resolved run, the size of its network, and the memory it will take.
+
+Nothing is computed or read: the network is built, and called once, on tensors without storage.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stillhouse.engine.sharding import blocks
+from stillhouse.models import DiffusersNetwork
+from stillhouse.process import Condition
+from stillhouse.recipes.training import TrainRun
+
+GB = 2**30
+
+
+def describe(config: TrainRun, processes: int) -> str:
+    """What `stillhouse train` would do on so many processes."""
+    network = shadow(config)
+    count = sum(p.numel() for p in network.parameters())
+    lines = [f"{key:<34} {value}" for key, value in _flat(config.model_dump(mode="json"))]
+    lines += ["", f"{type(network.model).__name__} with {count / 1e6:.2f}M parameters"]
+    lines += [f"  {name:<24} {size / 1e6:8.2f}M" for name, size in sizes(network.model)]
+    lines += ["", f"memory per process, of {processes}, estimated:"]
+    found = memory(config, network, processes)
+    lines += [f"  {name:<24} {size / GB:8.3f} GB" for name, size in found.items()]
+    lines += [f"  {'together':<24} {sum(found.values()) / GB:8.3f} GB"]
+    steps = -(-config.images // config.batch)
+    stored = 4 * count * (3 + len(config.averages))
+    lines += ["", f"{config.images} images in {steps} steps of {config.batch}"]
+    lines += [
+        f"a checkpoint takes {stored / GB:.3f} GB, the exported model {4 * count / GB:.3f} GB"
+    ]
+    return "\n".join(lines)
+
+
+def shadow(config: TrainRun) -> DiffusersNetwork:
+    """The network on the meta device: shapes without memory, so any size fits."""
+    classes = config.classes
+    with torch.device("meta"):
+        model, null = config.network.build(config.data.shape, classes)
+    return DiffusersNetwork(model, null)
+
+
+def sizes(model: nn.Module) -> list[tuple[str, int]]:
+    """Parameters of the parts, by name."""
+    return [
+        (name, count)
+        for name, part in model.named_children()
+        if (count := sum(p.numel() for p in part.parameters()))
+    ]
+
+
+def memory(config: TrainRun, network: DiffusersNetwork, processes: int) -> dict[str, float]:
+    """Bytes by what they are for. Sharded parts are divided among the processes that share them."""
+    weights = 4.0 * sum(p.numel() for p in network.parameters())
+    spread = config.spread
+    groups = {"fsdp": processes, "hsdp": spread.shard_size or processes}
+    share = 1 / groups.get(spread.sharding, 1)
+    moments = 2 * weights / (4 if config.optim.kind == "adamw-8bit" else 1)
+    rows = config.micro_batch or config.batch // processes
+    return {
+        "weights": weights * share,
+        "gradients": weights * share,
+        "optimiser": moments * share,
+        "averages": len(config.averages) * weights * share,
+        "activations": rows * activations(config, network),
+    }
+
+
+def activations(config: TrainRun, network: DiffusersNetwork) -> float:
+    """Bytes per sample that the forward pass keeps for the backward pass.
+
+    Counted on a call without storage; with recomputation it is a rough guess, the square root of
+    the number of blocks less.
+    """
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage()._cdata for p in network.parameters()}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    x = torch.empty(2, *network.data_shape, device="meta")
+    label = torch.zeros(2, dtype=torch.long, device="meta")
+    cond = Condition(label=label) if "label" in network.condition_shapes else None
+    # One call of two samples: some parts treat a batch of one otherwise.
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = network(x, torch.empty(2, device="meta"), cond)
+    del output
+    total = sum(kept.values()) / 2
+    if config.spread.precision == "bf16":
+        total /= 2  # what autocast keeps is mostly in bfloat16
+    if config.spread.checkpointing:
+        total /= max(len(list(blocks(network))), 1) ** 0.5
+    return total
+
+
+def _flat(tree: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        inner = (
+            _flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
+        )
+        rows += inner
+    return rows

@@ -1,0 +1,187 @@
+"""What is looked at during training: grids from fixed seeds, held-out loss, stored weights.
+
+All are hooks of the engine, called by every process: drawing and measuring are shared among them.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from stillhouse.config import Config
+from stillhouse.data import DataConfig, Folder, Loader, Parquet, PointsConfig, Tars
+from stillhouse.engine.ema import PowerFunction
+from stillhouse.engine.loop import Engine
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.files import write_whole
+from stillhouse.objectives import Draws, validate
+from stillhouse.pipelines import save_denoiser
+from stillhouse.process import Condition, KeyedNoise, starting_noise
+from stillhouse.recipes import pictures
+from stillhouse.recipes.learner import EDGES, NAME, Learner, total_curve
+from stillhouse.recipes.parts import Dpmpp3M, Solver
+
+HELD_OUT = -1  # the seed of validation data, which no run has
+PREFIX = "network.model."  # of a diffusers model's weights within the denoiser
+
+
+class Preview(Config):
+    """Samples during training, from the same seeds each time."""
+
+    every: PositiveInt = 50_000
+    """Images between grids."""
+    count: PositiveInt = 40
+    steps: PositiveInt = 12
+    solver: Solver = Dpmpp3M()
+    seed: int = 0
+
+
+class NoSource(Config):
+    """Nothing is held out."""
+
+    kind: Literal["none"] = "none"
+
+
+class Validation(Config):
+    """Loss on data that is not trained on, always with independent noise."""
+
+    every: PositiveInt = 50_000
+    """Images between measurements."""
+    images: PositiveInt = 1024
+    source: Annotated[NoSource | Parquet | Tars | Folder, Field(discriminator="kind")] = NoSource()
+
+    def build(
+        self, data: DataConfig | PointsConfig, batch: int, here: World
+    ) -> Callable[[], Loader] | None:
+        """Makes the loader of this process; None where there is nothing to measure on."""
+        batch = min(batch, self.images) // here.size * here.size
+        if not batch:
+            raise UserError(f"--validation.images {self.images} are too few for {here.size}")
+        # As many batches on each process: a sharded network is called together.
+        stop, held_out = self.images // batch * batch, data
+        if isinstance(data, DataConfig):
+            if isinstance(self.source, NoSource):
+                return None
+            image = data.image.model_copy(update={"flip": False})
+            held_out = data.model_copy(update={"source": self.source, "image": image, "workers": 0})
+        return lambda: held_out.build(
+            batch=batch, seed=HELD_OUT, rank=here.rank, world=here.size, stop=stop
+        )
+
+
+@dataclass(frozen=True)
+class Drawer:
+    """Draws the grid, shared among processes, and logs where it is."""
+
+    config: Preview
+    learner: Learner
+    labels: int
+    average: str
+    run: Path
+    backdrop: Tensor | None = None  # a toy's own points
+
+    def __call__(self, engine: Engine) -> None:
+        here = engine.world
+        each = -(-self.config.count // here.size)
+        mine = [i % self.config.count for i in range(here.rank * each, (here.rank + 1) * each)]
+        samples = torch.cat(here.gather(self.draw(engine, mine)))[: self.config.count]
+        if here.rank == 0:
+            name = f"samples/images-{engine.images:012d}.png"
+            (self.run / "samples").mkdir(exist_ok=True)
+            self.picture(samples, self.run / name)
+            engine.log({"samples": name})
+
+    def draw(self, engine: Engine, indices: list[int]) -> Tensor:
+        """The samples with these indices, on the host."""
+        device = engine.world.device
+        scaling, network = self.learner.denoiser.scaling, self.learner.denoiser.network
+        shape = network.data_shape  # type: ignore[union-attr]
+        noise = starting_noise(shape, indices, seed=self.config.seed).to(device)  # type: ignore[arg-type]
+        grid = scaling.native_grid(self.config.steps)
+        cond = None
+        if self.labels:
+            cond = Condition(label=torch.tensor([i % self.labels for i in indices], device=device))
+        source = KeyedNoise(indices, seed=self.config.seed)
+        with engine.networks[NAME].evaluating(self.average) as denoiser:
+            start = scaling.start(noise, grid[0])
+            return self.config.solver.build()(denoiser, start, grid, cond, generator=source).cpu()
+
+    def picture(self, samples: Tensor, target: Path) -> None:
+        if self.backdrop is not None:
+            pictures.save_points(samples, self.backdrop, target)
+        else:
+            columns = self.labels if 1 < self.labels <= 16 else None
+            pictures.save_tiles([pictures.to_pil(s) for s in samples], target, columns=columns)
+
+
+@dataclass(frozen=True)
+class Validator:
+    """Measures the held-out loss per noise level."""
+
+    loader: Callable[[], Loader]
+    learner: Learner
+    average: str
+
+    def __call__(self, engine: Engine) -> None:
+        device = engine.world.device
+        batches = (item.batch.to(device) for item in self.loader())
+        with engine.networks[NAME].evaluating(self.average) as denoiser:
+            # One seed for every run: their curves can be compared.
+            curve = validate(self.learner.objective, denoiser, batches, Draws(0), EDGES)  # type: ignore[arg-type]
+        curve = total_curve(curve, engine.world)
+        engine.log({"validation/loss": curve.overall, "validation/levels": curve.as_lists()})
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Writes the inference weights as a diffusers folder."""
+
+    learner: Learner
+    average: str
+    scheduler: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    folder: Path
+
+    def __call__(self, engine: Engine) -> None:
+        weights = engine.networks[NAME].weights(self.average)
+        if engine.world.rank == 0:
+            network: Any = self.learner.denoiser.network
+            save_denoiser(
+                self.folder,
+                network.model,
+                {name.removeprefix(PREFIX): w for name, w in weights.items()},
+                self.scheduler,
+                facts={
+                    **self.facts,
+                    "images": engine.images,
+                    "average": self.average,
+                    "null_label": network.null_label,
+                },
+            )
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Stores every power average, whole and in bfloat16, to synthesize others from later."""
+
+    folder: Path
+
+    def __call__(self, engine: Engine) -> None:
+        from safetensors.torch import save
+
+        for name, profile in engine.networks[NAME].averages.profiles.items():
+            if not isinstance(profile, PowerFunction):
+                continue
+            weights = engine.networks[NAME].weights(name)
+            if engine.world.rank == 0:
+                self.folder.mkdir(exist_ok=True)
+                facts = {"images": engine.images, "sigma_rel": profile.sigma_rel}
+                small = {k: w.bfloat16().contiguous() for k, w in weights.items()}
+                file = self.folder / f"{name}-images-{engine.images:012d}.safetensors"
+                write_whole(file, save(small, metadata={"snapshot": json.dumps(facts)}))
