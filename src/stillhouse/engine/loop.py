@@ -173,7 +173,8 @@ class Engine:
             "gradient_norm": update.gradient_norm,
             "ids": [i for share in self.world.gather(ids) for i in share],
         }
-        self.log(event)
+        # Under the count that this step will reach: a resume from before it forgets the line.
+        self.log(event, self.images + self.config.batch)
         if self.skips_in_a_row > self.config.max_skips:
             raise UserError(
                 f"{self.skips_in_a_row} updates of {name} in a row had a loss or gradient that is "
@@ -256,10 +257,10 @@ class Engine:
             found[f"{name}/lr"] = those[-1].lr
         return found
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Tells every tracker."""
+    def log(self, values: Mapping[str, Any], images: int | None = None) -> None:
+        """Tells every tracker, under the present count of images if no other is given."""
         for tracker in self.trackers:
-            tracker.log(self.images, values)
+            tracker.log(self.images if images is None else images, values)
 
     # ------------------------------------------------------------ state
 

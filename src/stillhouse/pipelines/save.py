@@ -44,4 +44,14 @@ def save_denoiser(
         k: w.to(dtype if w.is_floating_point() else None).contiguous() for k, w in weights.items()
     }
     metadata = {"format": "pt", FACTS: json.dumps(dict(facts))}
-    write_whole(folder / WEIGHTS, save(cast, metadata=metadata))
+    write_whole(folder / WEIGHTS, _settled(save(cast, metadata=metadata)))
+
+
+def _settled(file: bytes) -> bytes:
+    """safetensors writes its metadata in random order: the same weights shall be the same file."""
+    start = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(file)[start:]])

@@ -1,11 +1,24 @@
 """A run's folder belongs to one run: what may change between tries, and who is using it now."""
 
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from stillhouse.errors import UserError
+
+_held: set[IO[str]] = set()  # the locks of this process
+
+
+def _let_go() -> None:
+    """A forked reader of data outlives a killed run by seconds: it must not keep the folder."""
+    for file in _held:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def differences(
@@ -36,4 +49,8 @@ def locked(folder: Path) -> Iterator[None]:
             raise UserError(
                 f"another run is using {folder}: wait for it, or choose another --out"
             ) from error
-        yield
+        _held.add(file)
+        try:
+            yield
+        finally:
+            _held.discard(file)
