@@ -79,7 +79,10 @@ def test_bf16_follows_fp32_loosely_and_is_not_it():
 
 
 def without_speed(lines: list[dict]) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in ("images_per_second", "data_wait")}
+        for line in lines
+    ]
 
 
 def wait_for_change(folder: Path, process: subprocess.Popen) -> None:

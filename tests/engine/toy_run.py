@@ -17,7 +17,7 @@ from stillhouse.engine.loop import Engine, LoopConfig
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.sharding import Spread
 from stillhouse.engine.updates import NetworkConfig
-from stillhouse.engine.world import world
+from stillhouse.engine.world import World, world
 
 BATCH = 12
 
@@ -137,42 +137,47 @@ class Lines:
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     with world("cpu") as here:
-        task = TASKS[options.get("task", "one")](options.get("dropout", 0.0))
-        spread = Spread(
-            sharding=options.get("sharding", "none"),
-            shard_size=options.get("shard_size", 0),
-            precision=options.get("precision", "fp32"),
-            checkpointing=options.get("checkpointing", False),
-        )
-        network = NetworkConfig(
-            optimiser=AdamW(lr=1e-2, warmup=100),
-            spread=spread,
-            clip=options.get("clip", 1.0),
-            micro_batch=options.get("micro", 0),
-            averages=(HalfLife(images=100), PowerFunction(sigma_rel=0.1)),
-        )
-        config = LoopConfig(
-            images=BATCH * options["steps"],
-            batch=BATCH,
-            log_every=1,
-            checkpoint_every=BATCH * options.get("save_every", 10_000),
-            max_skips=options.get("max_skips", 3),
-        )
-        lines = Lines()
-        store = CheckpointStore(options["store"]) if "store" in options else None
-        engine = Engine(
-            task,
-            config,
-            dict.fromkeys(task.modules(), network),
-            here,
-            store=store,
-            trackers=[lines] if here.rank == 0 else [],
-        )
-        engine.resume()
-        engine.run(feed(engine.images, here.rank, here.size, set(options.get("poison", ()))))
-        if here.rank == 0:
-            print(json.dumps(lines.lines))
-            sys.stdout.flush()
+        train(options, here)
+
+
+def train(options: dict[str, Any], here: World) -> None:
+    """A function of its own: its networks go before the world does."""
+    task = TASKS[options.get("task", "one")](options.get("dropout", 0.0))
+    spread = Spread(
+        sharding=options.get("sharding", "none"),
+        shard_size=options.get("shard_size", 0),
+        precision=options.get("precision", "fp32"),
+        checkpointing=options.get("checkpointing", False),
+    )
+    network = NetworkConfig(
+        optimiser=AdamW(lr=1e-2, warmup=100),
+        spread=spread,
+        clip=options.get("clip", 1.0),
+        micro_batch=options.get("micro", 0),
+        averages=(HalfLife(images=100), PowerFunction(sigma_rel=0.1)),
+    )
+    config = LoopConfig(
+        images=BATCH * options["steps"],
+        batch=BATCH,
+        log_every=1,
+        checkpoint_every=BATCH * options.get("save_every", 10_000),
+        max_skips=options.get("max_skips", 3),
+    )
+    lines = Lines()
+    store = CheckpointStore(options["store"]) if "store" in options else None
+    engine = Engine(
+        task,
+        config,
+        dict.fromkeys(task.modules(), network),
+        here,
+        store=store,
+        trackers=[lines] if here.rank == 0 else [],
+    )
+    engine.resume()
+    engine.run(feed(engine.images, here.rank, here.size, set(options.get("poison", ()))))
+    if here.rank == 0:
+        print(json.dumps(lines.lines))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

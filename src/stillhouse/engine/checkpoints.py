@@ -45,6 +45,7 @@ from stillhouse.engine.contents import (
     split,
 )
 from stillhouse.engine.storage import Folder, Reader, TensorsOnly, Writer, host_memory
+from stillhouse.engine.world import gloo_group
 from stillhouse.errors import UserError
 
 T = TypeVar("T")
@@ -324,7 +325,7 @@ class Peers:
         self.group: Any = group
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
-            self.group = group or dist.new_group(backend="gloo", timeout=timeout)
+            self.group = group or gloo_group(timeout)
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.size == 1:  # what DCP says each time, though nothing is wrong
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")

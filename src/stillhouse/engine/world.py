@@ -1,14 +1,20 @@
 """Which of how many processes this is, and what they agree on: plain Python or torchrun."""
 
+import gc
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from stillhouse.errors import UserError
 
@@ -69,6 +75,27 @@ class World:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
+# gloo waits five times its timeout for a connection, and under load one is lost now and then: so
+# groups are made with a short timeout, and get a long one for their work.
+CONNECT, WORK = timedelta(seconds=20), timedelta(minutes=30)
+
+
+def gloo_group(timeout: timedelta) -> Any:
+    """A further group of all processes. A connection that gets lost is tried again, by all."""
+    for _ in range(3):
+        dist.barrier()
+        try:
+            group = dist.new_group(backend="gloo", timeout=CONNECT)
+        except RuntimeError:
+            group = None
+        made: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(made, group is not None)
+        if all(made):
+            _set_pg_timeout(timeout, group)
+            return group
+    raise RuntimeError("processes cannot connect to each other over gloo")
+
+
 @contextmanager
 def world(device: str = "auto") -> Iterator[World]:
     """Joins torchrun's processes where there are several: NCCL between GPUs, gloo otherwise."""
@@ -76,7 +103,12 @@ def world(device: str = "auto") -> Iterator[World]:
     place = _device(device)
     if size > 1:
         # Both back ends on GPUs: checkpoints and couplings exchange CPU tensors.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+        back_end = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        start = _meet(rank, size)
+        dist.init_process_group(
+            back_end, store=start, rank=rank, world_size=size, timeout=6 * CONNECT
+        )
+        _set_pg_timeout(WORK)
     here = World(rank, size, place)
     try:
         yield here
@@ -84,7 +116,33 @@ def world(device: str = "auto") -> Iterator[World]:
         here.barrier()
     finally:
         if size > 1:
+            # A group must not be kept by what was made within: its destructor waits for its
+            # thread, which may wait for the interpreter's lock. So the last owner is torch's own
+            # table, which lets go of the lock.
+            gc.collect()
             dist.destroy_process_group()
+
+
+def _meet(rank: int, size: int) -> dist.Store:
+    """What this start of the processes agrees on, and no other.
+
+    torchrun keeps one store for all its restarts (pytorch issue 135712), so the addresses in it may
+    be those of processes that are dead. The first process therefore names this start. Each of the
+    others says hello with a name of its own, to which only a living first process can answer.
+    """
+    shared, _, _ = next(rendezvous("env://", rank, size))
+    mine, others = uuid.uuid4().hex, range(1, size)
+    if rank:
+        shared.set(f"hello/{rank}", mine)
+        start = shared.get(f"welcome/{mine}").decode()
+        shared.set(f"{start}/{rank}", "")
+        return dist.PrefixStore(start, shared)
+    while not shared.check([f"{mine}/{other}" for other in others]):
+        for other in others:
+            if shared.check([f"hello/{other}"]):
+                shared.set(f"welcome/{shared.get(f'hello/{other}').decode()}", mine)
+        time.sleep(0.02)
+    return dist.PrefixStore(mine, shared)
 
 
 def _device(name: str) -> torch.device:

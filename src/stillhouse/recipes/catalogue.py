@@ -77,7 +77,7 @@ def toy(name: Toy, scale: Scale) -> TrainRun:
 
 
 def fashion_unet(scale: Scale) -> TrainRun:
-    images, every = {"tiny": (2_560, 1_280), "full": (300_000, 32_000)}[scale]
+    images, every = {"tiny": (2_560, 1_280), "full": (230_400, 32_000)}[scale]
     tiny = scale == "tiny"
     return TrainRun(
         data=DataConfig(

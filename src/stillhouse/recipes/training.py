@@ -105,8 +105,13 @@ class TrainRun(LoopConfig):
 
 def run(config: TrainRun) -> int:
     """Trains to the end, from the last checkpoint where there is one; returns the images seen."""
+    with world(config.device) as here:
+        return train(config, here)  # a function of its own: its networks go before the world does
+
+
+def train(config: TrainRun, here: World) -> int:
+    """The run of one process among all."""
     with ExitStack() as stack:
-        here = stack.enter_context(world(config.device))
         here.first(lambda: stack.enter_context(claimed(config)))
         root = config.checkpoints or config.out / "checkpoints"
         store = CheckpointStore(root, keep_last=config.keep_last, keep_every=config.keep_every)
