@@ -1,14 +1,22 @@
 """Files that appear whole or not at all."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """A reader, or a run that resumes after a kill, never sees half of it."""
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """A reader, or a run that resumes after a kill, never sees half of it.
+
+    `durable`: nor after a power cut, which costs a wait for the disk.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):  # half a file would take the last room of a full disk

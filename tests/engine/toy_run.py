@@ -13,7 +13,7 @@ from torch import nn
 
 from stillhouse.engine.checkpoints import CheckpointStore
 from stillhouse.engine.ema import HalfLife, PowerFunction
-from stillhouse.engine.loop import Engine, LoopConfig
+from stillhouse.engine.loop import Engine, LoopConfig, Tracker
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.sharding import Spread
 from stillhouse.engine.updates import NetworkConfig
@@ -118,7 +118,7 @@ class ThreeDependentUpdates(Plain):
 TASKS = {"one": OneNetwork, "three": ThreeDependentUpdates}
 
 
-class Lines:
+class Lines(Tracker):
     """A tracker that keeps what it is told."""
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
 """What a loader hands over, and how rows become it."""
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -103,6 +104,12 @@ def rows_of(batch: int, rank: int, world: int) -> tuple[int, int]:
     return batch * rank // world, batch * (rank + 1) // world
 
 
+def _heed_no_signal(_: int) -> None:
+    """Ctrl-C and torchrun's SIGTERM reach readers too; the run decides when they end."""
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.SIG_IGN)
+
+
 def worker_options(workers: int, start: WorkerStart) -> dict[str, Any]:
     """Options of a torch data loader that starts `workers` processes."""
     context = None if start == "auto" or not workers else start
@@ -111,4 +118,5 @@ def worker_options(workers: int, start: WorkerStart) -> dict[str, Any]:
         "num_workers": workers,
         "multiprocessing_context": context,
         "generator": torch.Generator(),  # of their own: the global one is the network's
+        "worker_init_fn": _heed_no_signal if workers else None,
     }

@@ -158,6 +158,7 @@ class CheckpointStore:
             self._peers.everyone(lambda: self._write_tensors(writer, staged))
             written = self._peers.everyone(lambda: _write_texts(folder, writer, texts))
             files = {name: record for part in written for name, record in part.items()}
+            self._peers.first(lambda: _all_there(folder, files))
             manifest = spell_manifest(images, self._peers.size, files)
             self._peers.first(lambda: folder.write(MANIFEST, manifest))
         except CheckpointError as error:
@@ -285,9 +286,16 @@ class CheckpointStore:
 
     def rank_values(self, found: Found) -> list[dict[str, Any]]:
         """What each of the processes that saved passed as its `rank_values`."""
+        return self._texts(found, [rank_file(rank) for rank in range(found.world_size)])
+
+    def values(self, found: Found) -> dict[str, Any]:
+        """What was saved as `values`, without loading the rest."""
+        return self._texts(found, [VALUES])[0]["values"]
+
+    def _texts(self, found: Found, names: list[str]) -> list[dict[str, Any]]:
         folder = self.root / folder_name(found.images)
         try:
-            return [_read_json(folder, rank_file(rank)) for rank in range(found.world_size)]
+            return self._peers.first(lambda: [_read_json(folder, name) for name in names])
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be loaded: {error}.") from None
 
@@ -303,6 +311,15 @@ def _write_texts(folder: Folder, writer: Writer, texts: dict[str, Any]) -> dict[
         if (size := folder.size(name)) != record.size:
             raise CheckpointError(f"{name} has {size} bytes after writing {record.size}")
     return written
+
+
+def _all_there(folder: Folder, files: dict[str, FileRecord]) -> None:
+    """What the others wrote, as the first process sees it."""
+    missing = sorted(files.keys() - set(folder.names()))
+    if missing:
+        raise CheckpointError(
+            f"the first process cannot see {missing[0]}: all machines must write to one folder"
+        )
 
 
 def _read_json(folder: Folder, name: str) -> dict[str, Any]:

@@ -57,6 +57,9 @@ class Tracker(Protocol):
         """The run goes on at `images`; what was logged beyond them is forgotten."""
         ...
 
+    def step(self, images: int) -> None:
+        """So many images have been seen: called after every step, and must cost nothing."""
+
     def log(self, images: int, values: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
@@ -68,7 +71,7 @@ class LoopConfig(Config):
     """Images to train on."""
     batch: PositiveInt = 256
     """Images per step, over all processes."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     log_every: PositiveInt = 10_000
     """Images between log lines."""
     checkpoint_every: PositiveInt = 100_000
@@ -124,16 +127,19 @@ class Engine:
         *,
         store: CheckpointStore | None = None,
         trackers: Sequence[Tracker] = (),
-        hooks: Mapping[int, Sequence[Hook]] | None = None,
+        hooks: Sequence[tuple[int, Hook]] = (),
     ) -> None:
-        """`hooks` maps a number of images to what is called each time so many have passed."""
+        """`hooks`: how many images have to pass, and what is called then, in order.
+
+        One that exchanges with the other processes must be there on all, at the same place.
+        """
         if config.batch % world.size:
             raise UserError(f"a batch of {config.batch} cannot be shared by {world.size} processes")
         self.task, self.config, self.world = task, config, world
-        self.store, self.trackers, self.hooks = store, trackers, dict(hooks or {})
+        self.store, self.trackers, self.hooks = store, trackers, hooks
         self.images, self.skips_in_a_row = 0, 0
         self._saved: int | None = None
-        self._stop = False
+        self._stop = self.stopped = False
         self.position: dict[str, Any] = {}  # of this process, after its last batch
         self.networks = {
             name: Trained.start(module, networks[name], world)
@@ -166,7 +172,8 @@ class Engine:
 
     def _skipped(self, name: str, update: Update) -> None:
         self.skips_in_a_row += 1
-        ids = getattr(self._batch, "ids", torch.tensor([])).tolist()
+        ids = getattr(self._batch, "ids", None)
+        ids = [] if ids is None else ids.tolist()
         event = {
             "skipped": name,
             "loss": update.loss,
@@ -200,6 +207,8 @@ class Engine:
             if item is None:
                 break
             self._step(item)
+            for tracker in self.trackers:
+                tracker.step(self.images)
             stopping = bool(self.world.total(self._stop))
             saving = stopping or self._due(self.config.checkpoint_every)
             # With each checkpoint too: no sum that a log line is made of spans a resume.
@@ -211,6 +220,7 @@ class Engine:
             if saving:
                 self.save()
             if stopping:
+                self.stopped = True
                 break
         self.save()
         if self.store is not None:
@@ -221,16 +231,17 @@ class Engine:
         self._stop = True
 
     def _call_hooks(self) -> None:
-        for every, hooks in self.hooks.items():
-            for hook in hooks if self._due(every) else ():
-                try:
-                    hook(self)
-                except OSError as error:
-                    where = error.filename or "What is drawn and stored during training"
-                    raise UserError(
-                        f"{where}: {error.strerror or error}. Mend that, and run the same command "
-                        "again: it goes on from the last checkpoint."
-                    ) from error
+        for every, hook in self.hooks:
+            if not self._due(every):
+                continue
+            try:
+                hook(self)
+            except OSError as error:
+                where = error.filename or "What is drawn and stored during training"
+                raise UserError(
+                    f"{where}: {error.strerror or error}. Mend that, and run the same command "
+                    "again: it goes on from the last checkpoint."
+                ) from error
 
     def _step(self, item: Item) -> None:
         # What is random inside a network (dropout) is keyed by (seed, step, rank).

@@ -4,6 +4,7 @@ FSDP2's `fully_shard` and activation checkpointing are applied per block (the me
 network's module lists), which is where they pay; compilation too.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -92,13 +93,16 @@ def _fully_shard(network: nn.Module, how: Spread, world: World) -> nn.Module:
     return network
 
 
+def shard_group(how: Spread, processes: int) -> int:
+    """hsdp: how many processes share one copy."""
+    return how.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+
+
 def _mesh(how: Spread, world: World) -> DeviceMesh:
     device = world.device.type
     if how.sharding == "fsdp":
         return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
-    import os
-
-    group = how.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    group = shard_group(how, world.size)
     if world.size % group:
         raise UserError(f"{world.size} processes cannot be split into groups of {group}")
     shape = (world.size // group, group)

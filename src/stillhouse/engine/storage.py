@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from stillhouse.engine.contents import MANIFEST, CheckpointError, FileRecord, read_metadata
 from stillhouse.errors import UserError
+from stillhouse.files import write_whole
 
 T = TypeVar("T")
 
@@ -100,17 +101,7 @@ class Folder:
         return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
     def _replace(self, name: str, data: bytes) -> None:
-        partial = Path(self.path, f"{name}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(Path(self.path, name))
-        except OSError:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+        write_whole(Path(self.path, name), data, durable=True)
         self.sync()
 
     def sync(self) -> None:

@@ -19,11 +19,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stillhouse.engine.loop import Tracker
+
 POINTS = 60  # of the losses that are drawn
 REFRESHES = 4  # per second, by a thread of rich's
 
 
-class Terminal:
+class Terminal(Tracker):
     """A tracker that shows how far, how fast, how long still, and the last of each number."""
 
     def __init__(

@@ -95,7 +95,7 @@ def pictures(values: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 # ---------------------------------------------------------------- log.jsonl
 
 
-class Jsonl:
+class Jsonl(Tracker):
     """One standard JSON object per line. It is the record of the run: failing to write is an error.
 
     The file is opened for each line, so that each is there when `log` returns.
@@ -159,7 +159,7 @@ def _parse(text: str) -> dict[str, Any] | None:
 # ---------------------------------------------------------------- others
 
 
-class Apart:
+class Apart(Tracker):
     """A tracker in a thread of its own, where it can neither end the run nor hold it up.
 
     A server that is down makes MLflow's client try for minutes, and the other processes of a run
@@ -215,7 +215,7 @@ def _stop() -> None:
     """Ends the thread."""
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in the run folder: `tensorboard --logdir` on it, or on the folder of all runs."""
 
     def __init__(self, folder: Path) -> None:
@@ -247,7 +247,7 @@ def _pixels(path: Path) -> Any:
         return np.asarray(picture.convert("RGB"))
 
 
-class WandB:
+class WandB(Tracker):
     """A run on Weights & Biases. The folder keeps its id, so the same command goes on with it.
 
     It cannot take back what it was told. A run that is resumed repeats those lines bit for bit, so
@@ -281,7 +281,7 @@ class WandB:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run on an MLflow server or database. The folder keeps its id, as with W&B."""
 
     def __init__(self, folder: Path, experiment: str, name: str, uri: str = "") -> None:

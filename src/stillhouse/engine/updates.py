@@ -104,7 +104,7 @@ class Trained:
         """Gradients of the mean over the global batch; this process's part of the mean loss."""
         size = self.config.micro_batch or rows.count_rows(batch)
         pieces, carries = list(rows.cut(batch, size)), []
-        mean = torch.zeros((), dtype=torch.float64)
+        mean = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for i, piece in enumerate(pieces):
             with syncing(self.module, last=i == len(pieces) - 1):
                 with computing(self.config.spread, self.world.device):
@@ -112,7 +112,7 @@ class Trained:
                 part = per_sample.float().sum() / count
                 # ddp and fsdp average over processes; the mean over samples is a sum.
                 (part * self._averaged_over).backward()
-            mean += part.detach().double().cpu()
+            mean += part.detach().double()
             carries.append(carry)
         return float(mean), rows.join(carries)
 
@@ -141,9 +141,11 @@ class Trained:
         """
         network, training = self.inner, self.inner.training
         shown = self.averages.applied(average) if average else nullcontext()
-        with shown, torch.no_grad(), computing(self.config.spread, self.world.device):
-            yield network.eval()
-        network.train(training)
+        try:
+            with shown, torch.no_grad(), computing(self.config.spread, self.world.device):
+                yield network.eval()
+        finally:
+            network.train(training)
 
     def weights(self, average: str = "") -> dict[str, Tensor]:
         """All weights on the host, those of an average where one is named.

@@ -54,13 +54,21 @@ class World:
         """The sum over processes, on the host, in float64."""
         if self.size == 1:
             return values.double().cpu()
-        shared = values.to(self._meeting_place, torch.float64, copy=True)
+        shared = values.to("cpu", torch.float64, copy=True)  # over gloo: a GPU need not wait
         dist.all_reduce(shared)
         return shared.cpu()
 
     def total(self, value: float) -> float:
         """The sum of one number over processes."""
         return float(self.sum(torch.tensor(value, dtype=torch.float64)))
+
+    def collect(self, value: T) -> list[T]:
+        """Every process's value, by rank, at the first process; nothing at the others."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, found)
+        return found or []
 
     def gather(self, value: T) -> list[T]:
         """Every process's value, by rank. For small things: it is pickled on the way."""
@@ -70,14 +78,10 @@ class World:
         dist.all_gather_object(found, value)
         return found
 
-    @property
-    def _meeting_place(self) -> torch.device:
-        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
-
 
 # gloo waits five times its timeout for a connection, and under load one is lost now and then: so
 # groups are made with a short timeout, and get a long one for their work.
-CONNECT, WORK = timedelta(seconds=20), timedelta(minutes=30)
+CONNECT, WORK, MEETING = timedelta(seconds=20), timedelta(minutes=30), timedelta(minutes=10)
 
 
 def gloo_group(timeout: timedelta) -> Any:
@@ -85,7 +89,7 @@ def gloo_group(timeout: timedelta) -> Any:
     for _ in range(3):
         dist.barrier()
         try:
-            group = dist.new_group(backend="gloo", timeout=CONNECT)
+            group: Any = dist.new_group(backend="gloo", timeout=CONNECT)
         except RuntimeError:
             group = None
         made: list[Any] = [None] * dist.get_world_size()
@@ -137,7 +141,10 @@ def _meet(rank: int, size: int) -> dist.Store:
         start = shared.get(f"welcome/{mine}").decode()
         shared.set(f"{start}/{rank}", "")
         return dist.PrefixStore(start, shared)
+    deadline = time.monotonic() + MEETING.total_seconds()
     while not shared.check([f"{mine}/{other}" for other in others]):
+        if time.monotonic() > deadline:
+            raise UserError(f"not all of the {size} processes have come: were all started?")
         for other in others:
             if shared.check([f"hello/{other}"]):
                 shared.set(f"welcome/{shared.get(f'hello/{other}').decode()}", mine)
@@ -148,6 +155,8 @@ def _meet(rank: int, size: int) -> dist.Store:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:  # before any tensor is made on GPU 0
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device).item()
@@ -155,8 +164,7 @@ def _device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UserError(f"device {name!r} cannot be used here ({reason})") from error
     if device.type == "cuda":
-        index = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
-        device = torch.device("cuda", index)
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
 

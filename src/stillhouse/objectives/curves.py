@@ -33,6 +33,8 @@ class LevelCurve:
     def of(cls, loss: Loss, edges: Tensor) -> "LevelCurve":
         """The curve of one batch."""
         sigma, values = loss.sigma.double().cpu(), loss.per_sample.detach().double().cpu()
+        finite = values.isfinite()  # a skipped update must not hide the others
+        sigma, values = sigma[finite], values[finite]
         bins = torch.bucketize(sigma, edges[1:-1].double().cpu(), right=True)
         none = cls.none(edges)
         total = none.total.index_add(0, bins, values)

@@ -80,7 +80,8 @@ def load_denoiser(
     except ValueError as error:
         raise UnreadableCheckpoint(f"{parts.scheduler} cannot be used: {error}.") from error
     model = _load_network(parts.network, dtype).to(device)
-    network = DiffusersNetwork(model, read_facts(parts.network).get("null_label"))
+    null = read_facts(parts.network).get("null_label")
+    network = DiffusersNetwork(model, null if isinstance(null, int) else None)
     return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip).eval()
 
 

@@ -113,11 +113,12 @@ def draw_curves(log: Sequence[dict[str, Any]], target: Path) -> None:
     loss.legend(fontsize=8)
     key = "validation/levels" if "validation/levels" in found else "levels"
     lines = [line for line in log if key in line]
-    for i, line in enumerate(lines[:: max(1, len(lines) // 5)]):
+    chosen = sorted({round(i * (len(lines) - 1) / 4) for i in range(5)}) if lines else []
+    for i, line in enumerate(lines[k] for k in chosen):
         edges = line[key]["edges"]
         middles = [(a * b) ** 0.5 for a, b in pairwise(edges)]
         values = [float("nan") if v is None else v for v in line[key]["loss"]]
-        shade = plt.cm.viridis(0.9 - 0.8 * i / 5)
+        shade = plt.cm.viridis(0.9 - 0.8 * i / max(1, len(chosen) - 1))
         levels.plot(middles, values, color=shade, lw=1.2, label=f"{line['images']:,}")
     levels.set(xscale="log", xlabel="noise level σ", ylabel="loss")
     levels.legend(title="images", fontsize=7, title_fontsize=7)
@@ -136,7 +137,7 @@ def spell_card(
     held_out = [line["validation/loss"] for line in log if "validation/loss" in line]
     rows = {
         "network": f"{type(model).__name__}, {count / 1e6:.2f}M parameters",
-        "weights": f"{config.dtype}, averaged ({facts['average'] or 'no average'})",
+        "weights": f"{config.dtype}, {facts['average'] or 'not averaged'}",
         "process": _words(run["process"]),
         "objective": _words(run["objective"]),
         "optimiser": _words(run["optim"]),

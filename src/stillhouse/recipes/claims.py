@@ -1,6 +1,8 @@
 """A run's folder belongs to one run: what may change between tries, and who is using it now."""
 
 import os
+import time
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import IO, Any
 
 from stillhouse.errors import UserError
 
+PATIENCE = 120.0  # seconds that a restart waits for the lock of the run before it
 _held: set[IO[str]] = set()  # the locks of this process
 
 
@@ -40,17 +43,34 @@ def differences(
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Refuses a second run in the same folder. The lock goes with its process, however it ends."""
-    import fcntl
-
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"another run is using {folder}: wait for it, or choose another --out"
-            ) from error
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written to ({error})") from error
+    with file:
+        _lock(file, folder)
         _held.add(file)
         try:
             yield
         finally:
             _held.discard(file)
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    """A file server may hold a dead machine's lock for a while, so restarts are patient."""
+    import fcntl
+
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    deadline = time.monotonic() + (PATIENCE if restarted else 0)
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another run is using {folder}: wait for it, or choose another --out"
+                ) from error
+            time.sleep(1)
+        except OSError as error:
+            warnings.warn(f"{folder} cannot be locked ({error}): start no second run", stacklevel=4)
+            return None

@@ -29,6 +29,7 @@ class Learner:
     drop: float
     world: World
     faults: FaultLog
+    classes: int = 0
     log_ids: bool = False
     losses: list[Loss] = field(default_factory=list)  # since the last log line, as are the ids
     ids: list[int] = field(default_factory=list)

@@ -1,11 +1,14 @@
 """Networks to train, as configs: each builds a diffusers model for the data's shape and classes."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from stillhouse.config import Config
 from stillhouse.errors import UserError
+
+if TYPE_CHECKING:
+    from stillhouse.pipelines.schedules import Trained
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -124,6 +127,26 @@ class Pretrained(Config):
         if known != classes:
             raise UserError(f"{self.path} knows {known} classes, the data has {classes}")
         return network.model, network.null_label
+
+    def check(self, trained: "Trained") -> None:
+        """Its weights mean nothing in another process than its own."""
+        import torch
+
+        from stillhouse.pipelines import load_denoiser
+
+        own = load_denoiser(self.path)
+        sigma = torch.tensor([0.02, 0.5, 5.0])
+        same = own.prediction == trained.prediction and torch.equal(
+            own.scaling.time_at(sigma), trained.scaling.time_at(sigma)
+        )
+        if not same or not torch.equal(
+            own.scaling.input_scale(sigma), trained.scaling.input_scale(sigma)
+        ):
+            raise UserError(
+                f"{self.path} was trained as {type(own.scaling).__name__}, predicting "
+                f"{own.prediction}, not as --process says: give its own (vp with its betas and "
+                "prediction, flow, or edm with its sigma-data)"
+            )
 
 
 NetworkChoice = Annotated[UNet | DiT | Perceptron | Pretrained, Field(discriminator="kind")]

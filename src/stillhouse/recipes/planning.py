@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stillhouse.engine.sharding import blocks
+from stillhouse.engine.sharding import blocks, shard_group
 from stillhouse.models import DiffusersNetwork
 from stillhouse.process import Condition
+from stillhouse.recipes.networks import Pretrained
 from stillhouse.recipes.training import TrainRun
 
 GB = 2**30
@@ -38,9 +39,11 @@ def describe(config: TrainRun, processes: int) -> str:
 
 def shadow(config: TrainRun) -> DiffusersNetwork:
     """The network on the meta device: shapes without memory, so any size fits."""
-    classes = config.classes
+    if isinstance(config.network, Pretrained):  # reads its weights; whose sizes are all that counts
+        model, null = config.network.build(config.data.shape, config.classes)
+        return DiffusersNetwork(model.to("meta"), null)
     with torch.device("meta"):
-        model, null = config.network.build(config.data.shape, classes)
+        model, null = config.network.build(config.data.shape, config.classes)
     return DiffusersNetwork(model, null)
 
 
@@ -57,7 +60,7 @@ def memory(config: TrainRun, network: DiffusersNetwork, processes: int) -> dict[
     """Bytes by what they are for. Sharded parts are divided among the processes that share them."""
     weights = 4.0 * sum(p.numel() for p in network.parameters())
     spread = config.spread
-    groups = {"fsdp": processes, "hsdp": spread.shard_size or processes}
+    groups = {"fsdp": processes, "hsdp": shard_group(spread, processes)}
     share = 1 / groups.get(spread.sharding, 1)
     moments = 2 * weights / (4 if config.optim.kind == "adamw-8bit" else 1)
     rows = config.micro_batch or config.batch // processes

@@ -507,7 +507,7 @@ def _trouble(run: _Run) -> str:
     faults = [line["faults"] for line in run.events("faults") if _is_number(line["faults"])]
     told = [
         f"Restarts: {len(run.marks.restarts):,}. Skipped updates: {len(run.marks.skips):,}. "
-        f"Faults in the data: {max(faults, default=0):,}."
+        f"Faults in the data: {sum(faults):,}."
     ]
     told += [f"Lines of the log that cannot be read: {run.unread:,}."] if run.unread else []
     told += [f"The latest {ROWS} of {len(rows):,} events are below."] if len(rows) > ROWS else []
@@ -521,7 +521,7 @@ def _trouble(run: _Run) -> str:
 
 
 def _events(run: _Run) -> Iterator[tuple[int, str, str]]:
-    sessions, faults = 0, 0
+    sessions = 0
     for line in run.log:
         images = line["images"]
         if "session" in line:
@@ -530,9 +530,8 @@ def _events(run: _Run) -> Iterator[tuple[int, str, str]]:
                 yield images, "restart", ", ".join(_session(_table(line["session"])))
         if "skipped" in line:
             yield images, "skipped update", _skip(line)
-        if line.get("faults", faults) != faults:
-            faults = line["faults"]
-            yield images, "faults", f"{faults} so far: {_listed(line.get('fault_examples'))}"
+        if "faults" in line:
+            yield images, "faults", f"{line['faults']} new: {_listed(line.get('fault_examples'))}"
         if "message" in line:
             yield images, "message", str(line["message"])
         if "samples" in line and _inside(run.folder, line["samples"]) is None:

@@ -10,7 +10,7 @@ Running the same command again resumes; any number of processes, under torchrun.
 import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError
 
 from stillhouse import __version__
 from stillhouse.data import DataConfig, Loader, PointsConfig, Prefetch
@@ -39,7 +39,7 @@ from stillhouse.objectives.configs import DenoisingConfig, ObjectiveConfig
 from stillhouse.process import Condition, NetworkDenoiser
 from stillhouse.recipes.claims import differences, locked
 from stillhouse.recipes.learner import NAME, Learner
-from stillhouse.recipes.networks import NetworkChoice, UNet
+from stillhouse.recipes.networks import NetworkChoice, Pretrained, UNet
 from stillhouse.recipes.processes import Edm, ProcessConfig
 from stillhouse.recipes.watching import Drawer, Exporter, Preview, Snapshots, Validation, Validator
 
@@ -47,7 +47,11 @@ RECORD = "run.json"
 # What a resumed run may change: how far, how often, how it is spread and shown, not what it learns.
 FREE = {
     *("images", "log_every", "checkpoint_every", "keep_last", "keep_every", "max_skips"),
-    *("preview", "validation", "trackers", "spread", "micro_batch", "snapshot_every", "log_ids"),
+    *("preview", "validation", "trackers", "micro_batch", "snapshot_every", "log_ids"),
+    *(
+        f"spread.{name}"
+        for name in ("sharding", "shard_size", "checkpointing", "compile", "offload")
+    ),
     *("data.workers", "data.worker_start", "data.faults", "device", "out", "checkpoints"),
 }
 
@@ -105,11 +109,16 @@ class TrainRun(LoopConfig):
 
 def run(config: TrainRun) -> int:
     """Trains to the end, from the last checkpoint where there is one; returns the images seen."""
+    caught: list[int] = []  # signals
     with world(config.device) as here:
-        return train(config, here)  # a function of its own: its networks go before the world does
+        # A function of its own: its networks go before the world does.
+        images = train(config, here, caught)
+    if images < config.images:
+        raise SystemExit(128 + (caught or [signal.SIGTERM])[0])
+    return images
 
 
-def train(config: TrainRun, here: World) -> int:
+def train(config: TrainRun, here: World, caught: list[int]) -> int:
     """The run of one process among all."""
     with ExitStack() as stack:
         here.first(lambda: stack.enter_context(claimed(config)))
@@ -117,6 +126,8 @@ def train(config: TrainRun, here: World) -> int:
         store = CheckpointStore(root, keep_last=config.keep_last, keep_every=config.keep_every)
         stack.enter_context(closing(store))
         found = store.find()
+        if found is not None:
+            check_settings(config, store.values(found)["config"], str(store.root))
         loader = build_loader(config, here, positions(store, found))
         learner = build_learner(config, here, loader)
         trackers = build_trackers(config, stack) if here.rank == 0 else []
@@ -127,15 +138,17 @@ def train(config: TrainRun, here: World) -> int:
             here,
             store=store,
             trackers=trackers,
-            hooks=build_hooks(config, here, learner, trackers),
+            hooks=build_hooks(config, here, learner),
         )
         if found is not None:
             engine.resume(found)
         if here.rank == 0:
             write_record(config, learner)
         feed = stack.enter_context(Prefetch(loader, learner.prepare))
-        with stopping(engine):
+        with stopping(engine, caught):
             engine.run(feed, opening(here, loader, found))
+        if engine.stopped:
+            build_exporter(config, learner)(engine)
     return engine.images
 
 
@@ -152,6 +165,8 @@ def count_classes(config: TrainRun, loader: Loader) -> int:
     """What the labels go up to; 0 where the data has none."""
     labelled = isinstance(config.data, PointsConfig) or bool(config.data.columns.label)
     known = config.classes or len(loader.classes)
+    if labelled and loader.classes and known != len(loader.classes):
+        raise UserError(f"--classes {known}, but the data has {len(loader.classes)}: leave it out")
     if labelled and not known and isinstance(config.data, DataConfig):
         raise UserError(
             f"the label column {config.data.columns.label!r} does not say how many classes there "
@@ -166,6 +181,8 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
     torch.manual_seed(config.seed)  # the first weights are the same on every process
     model, null = config.network.build(config.data.shape, classes)
     trained = config.process.build()
+    if isinstance(config.network, Pretrained):
+        config.network.check(trained)
     network = DiffusersNetwork(model, null)
     return Learner(
         NetworkDenoiser(network, trained.scaling, trained.prediction).train(),
@@ -175,6 +192,7 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
         config.drop,
         here,
         loader.log,
+        classes,
         config.log_ids,
     )
 
@@ -186,37 +204,25 @@ def build_trackers(config: TrainRun, stack: ExitStack) -> list[Tracker]:
     return [stack.enter_context(closing(tracker)) for tracker in trackers]
 
 
-def build_hooks(
-    config: TrainRun, here: World, learner: Learner, trackers: Sequence[Tracker]
-) -> dict[int, list[Hook]]:
-    """What is done every so many images."""
-    labels = 0 if learner.null is None else int(learner.null.label)  # type: ignore[arg-type]
+def build_hooks(config: TrainRun, here: World, learner: Learner) -> list[tuple[int, Hook]]:
+    """What is done every so many images, in the same order on every process."""
     backdrop = None
     if isinstance(config.data, PointsConfig):
         backdrop = config.data.target().sample(2000, torch.Generator().manual_seed(0))
-    hooks: dict[int, list[Hook]] = {}
-
-    def every(images: int, hook: Hook) -> None:
-        hooks.setdefault(images, []).append(hook)
-
-    for tracker in trackers:
-        if isinstance(tracker, Terminal):
-            every(1, lambda engine, view=tracker: view.step(engine.images))
-    every(
-        config.preview.every,
-        Drawer(config.preview, learner, labels, config.shown, config.out, backdrop),
-    )
+    drawer = Drawer(config.preview, learner, config.shown, config.out, backdrop)
+    hooks: list[tuple[int, Hook]] = [(config.preview.every, drawer)]
     held_out = config.validation.build(config.data, config.batch, here)
     if held_out is not None:
-        every(config.validation.every, Validator(held_out, learner, config.shown))
-    facts = {"config": config.model_dump(mode="json", exclude={"out", "checkpoints", "device"})}
-    every(
-        config.checkpoint_every,
-        Exporter(learner, config.shown, config.process.scheduler(), facts, config.out / "model"),
-    )
+        hooks.append((config.validation.every, Validator(held_out, learner, config.shown)))
     if config.snapshot_every:
-        every(config.snapshot_every, Snapshots(config.out / "averages"))
-    return hooks
+        hooks.append((config.snapshot_every, Snapshots(config.out / "averages")))
+    return [*hooks, (config.checkpoint_every, build_exporter(config, learner))]
+
+
+def build_exporter(config: TrainRun, learner: Learner) -> Exporter:
+    facts = {"config": config.model_dump(mode="json", exclude={"out", "checkpoints", "device"})}
+    scheduler = config.process.scheduler()
+    return Exporter(learner, config.shown, scheduler, facts, config.out / "model")
 
 
 # ---------------------------------------------------------------- the folder
@@ -230,13 +236,21 @@ def claimed(config: TrainRun) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{config.out} cannot be written to ({error})") from error
     with locked(config.out):
-        changed = differences(read_config(config.out), config.model_dump(mode="json"), FREE)
-        if changed and (config.out / RECORD).exists():
-            raise UserError(
-                f"{config.out} holds a run with other settings ({'; '.join(changed)}). Choose "
-                "another --out, or remove it to start anew."
-            )
+        if (config.out / RECORD).exists():
+            check_settings(config, read_config(config.out), str(config.out))
         yield
+
+
+def check_settings(config: TrainRun, old: dict[str, Any], where: str) -> None:
+    """Refuses to go on with what another run has left."""
+    with suppress(ValidationError):  # settings that are newer than the run have their defaults
+        old = TrainRun.model_validate(old).model_dump(mode="json")
+    changed = differences(old, config.model_dump(mode="json"), FREE)
+    if changed:
+        raise UserError(
+            f"{where} holds a run with other settings ({'; '.join(changed)}). Choose another "
+            "--out, or remove it to start anew."
+        )
 
 
 def read_config(out: Path) -> dict[str, Any]:
@@ -273,12 +287,11 @@ def opening(here: World, loader: Loader, found: Found | None) -> Mapping[str, An
 
 
 @contextmanager
-def stopping(engine: Engine) -> Iterator[None]:
+def stopping(engine: Engine, caught: list[int]) -> Iterator[None]:
     """Ctrl-C or a scheduler's SIGTERM ends the run after this step, with a checkpoint.
 
-    A second one ends it at once.
+    A second one ends it at once. What was caught is put into the list.
     """
-    caught: list[int] = []
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
@@ -295,5 +308,3 @@ def stopping(engine: Engine) -> Iterator[None]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
-    if caught:
-        raise SystemExit(128 + caught[0])

@@ -4,7 +4,7 @@ All are hooks of the engine, called by every process: drawing and measuring are 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -56,21 +56,22 @@ class Validation(Config):
     images: PositiveInt = 1024
     source: Annotated[NoSource | Parquet | Tars | Folder, Field(discriminator="kind")] = NoSource()
 
-    def build(
-        self, data: DataConfig | PointsConfig, batch: int, here: World
-    ) -> Callable[[], Loader] | None:
-        """Makes the loader of this process; None where there is nothing to measure on."""
+    def build(self, data: DataConfig | PointsConfig, batch: int, here: World) -> Loader | None:
+        """The loader of this process, to be gone through again and again; None without data."""
+        if isinstance(data, DataConfig) and isinstance(self.source, NoSource):
+            return None
         batch = min(batch, self.images) // here.size * here.size
         if not batch:
             raise UserError(f"--validation.images {self.images} are too few for {here.size}")
         # As many batches on each process: a sharded network is called together.
         stop, held_out = self.images // batch * batch, data
         if isinstance(data, DataConfig):
-            if isinstance(self.source, NoSource):
-                return None
+            source: Any = self.source
+            if not isinstance(source, Folder):  # a stream has no end to stop at
+                source = source.model_copy(update={"streaming": False})
             image = data.image.model_copy(update={"flip": False})
-            held_out = data.model_copy(update={"source": self.source, "image": image, "workers": 0})
-        return lambda: held_out.build(
+            held_out = data.model_copy(update={"source": source, "image": image, "workers": 0})
+        return held_out.build(
             batch=batch, seed=HELD_OUT, rank=here.rank, world=here.size, stop=stop
         )
 
@@ -81,7 +82,6 @@ class Drawer:
 
     config: Preview
     learner: Learner
-    labels: int
     average: str
     run: Path
     backdrop: Tensor | None = None  # a toy's own points
@@ -89,12 +89,14 @@ class Drawer:
     def __call__(self, engine: Engine) -> None:
         here = engine.world
         each = -(-self.config.count // here.size)
-        mine = [i % self.config.count for i in range(here.rank * each, (here.rank + 1) * each)]
-        samples = torch.cat(here.gather(self.draw(engine, mine)))[: self.config.count]
+        mine = list(range(here.rank * each, (here.rank + 1) * each))
+        # Every process calls the network equally often; what is too much is left out.
+        drawn = self.draw(engine, mine)[: max(0, self.config.count - mine[0])]
+        samples = here.collect(drawn)
         if here.rank == 0:
             name = f"samples/images-{engine.images:012d}.png"
             (self.run / "samples").mkdir(exist_ok=True)
-            self.picture(samples, self.run / name)
+            self.picture(torch.cat(samples), self.run / name)
             engine.log({"samples": name})
 
     def draw(self, engine: Engine, indices: list[int]) -> Tensor:
@@ -105,8 +107,8 @@ class Drawer:
         noise = starting_noise(shape, indices, seed=self.config.seed).to(device)  # type: ignore[arg-type]
         grid = scaling.native_grid(self.config.steps)
         cond = None
-        if self.labels:
-            cond = Condition(label=torch.tensor([i % self.labels for i in indices], device=device))
+        if classes := self.learner.classes:
+            cond = Condition(label=torch.tensor([i % classes for i in indices], device=device))
         source = KeyedNoise(indices, seed=self.config.seed)
         with engine.networks[NAME].evaluating(self.average) as denoiser:
             start = scaling.start(noise, grid[0])
@@ -116,7 +118,7 @@ class Drawer:
         if self.backdrop is not None:
             pictures.save_points(samples, self.backdrop, target)
         else:
-            columns = self.labels if 1 < self.labels <= 16 else None
+            columns = self.learner.classes if 1 < self.learner.classes <= 16 else None
             pictures.save_tiles([pictures.to_pil(s) for s in samples], target, columns=columns)
 
 
@@ -124,13 +126,13 @@ class Drawer:
 class Validator:
     """Measures the held-out loss per noise level."""
 
-    loader: Callable[[], Loader]
+    loader: Loader
     learner: Learner
     average: str
 
     def __call__(self, engine: Engine) -> None:
         device = engine.world.device
-        batches = (item.batch.to(device) for item in self.loader())
+        batches = (item.batch.to(device) for item in self.loader)
         with engine.networks[NAME].evaluating(self.average) as denoiser:
             # One seed for every run: their curves can be compared.
             curve = validate(self.learner.objective, denoiser, batches, Draws(0), EDGES)  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ class Exporter:
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Stores every power average, whole and in bfloat16, to synthesize others from later."""
+    """Stores every power average, whole, to synthesize others from later."""
 
     folder: Path
 
@@ -182,6 +184,5 @@ class Snapshots:
             if engine.world.rank == 0:
                 self.folder.mkdir(exist_ok=True)
                 facts = {"images": engine.images, "sigma_rel": profile.sigma_rel}
-                small = {k: w.bfloat16().contiguous() for k, w in weights.items()}
                 file = self.folder / f"{name}-images-{engine.images:012d}.safetensors"
-                write_whole(file, save(small, metadata={"snapshot": json.dumps(facts)}))
+                write_whole(file, save(weights, metadata={"snapshot": json.dumps(facts)}))
