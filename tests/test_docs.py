@@ -76,6 +76,7 @@ def test_commands_run_in_order(page, model, pictures, monkeypatch, tmp_path):
             continue
         folder = Path(words[1] if words[0] == "report" else words[words.index("--out") + 1])
         left = {"sample": "record.json", "train": "model", "report": "report.html"}
+        left["export"] = "README.md"
         assert (folder / left[words[0]]).exists(), command
 
 

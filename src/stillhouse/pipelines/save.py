@@ -38,6 +38,7 @@ def save_denoiser(
 
     folder.mkdir(parents=True, exist_ok=True)
     model.save_config(folder)
+    _forget_place(folder / "config.json")
     process = getattr(diffusers, scheduler["_class_name"]).from_config(dict(scheduler))
     process.save_config(folder)
     cast = {
@@ -45,6 +46,12 @@ def save_denoiser(
     }
     metadata = {"format": "pt", FACTS: json.dumps(dict(facts))}
     write_whole(folder / WEIGHTS, _settled(save(cast, metadata=metadata)))
+
+
+def _forget_place(config: Path) -> None:
+    """diffusers notes the folder that a model was once read from."""
+    kept = {k: v for k, v in json.loads(config.read_text()).items() if k != "_name_or_path"}
+    write_whole(config, (json.dumps(kept, indent=2) + "\n").encode())
 
 
 def _settled(file: bytes) -> bytes:

@@ -40,6 +40,8 @@ class ExportRun(Config):
     """The model's licence, as the hub names it (mit, apache-2.0)."""
     note: str = ""
     """A paragraph for the card."""
+    name: str = ""
+    """The card's title; the folder's name if not given."""
     count: PositiveInt = 100
     """Samples on the card's grid."""
     steps: PositiveInt = 20
@@ -50,7 +52,7 @@ def export(config: ExportRun) -> Path:
     source = config.run / "model"
     if not (config.run / RECORD).is_file() or not source.is_dir():
         raise UserError(f"{config.run} is no training run that has saved a model yet")
-    facts = read_facts(source)
+    facts = without_places(read_facts(source))
     model: Any = load_denoiser(source).network.model
     scheduler = json.loads((source / "scheduler_config.json").read_text())
     dtype = getattr(torch, config.dtype)
@@ -62,6 +64,17 @@ def export(config: ExportRun) -> Path:
     card = config.out / "README.md"
     write_whole(card, spell_card(config, facts, log, model).encode())
     return card
+
+
+def without_places(value: Any) -> Any:
+    """The same facts with local paths cut to their last two names: they are nobody's business."""
+    if isinstance(value, dict):
+        return {key: without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_places(inner) for inner in value]
+    if isinstance(value, str) and value.startswith("/"):
+        return "/".join(Path(value).parts[-2:])
+    return value
 
 
 # ---------------------------------------------------------------- pictures
@@ -152,7 +165,7 @@ def spell_card(
     table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     parts = [
         "\n".join([*head, "---"]),
-        f"# {config.out.name}",
+        f"# {config.name or config.out.name}",
         "![Samples](grid.png)",
         f"*{config.count} samples of seed 0 from this very file, {config.steps} evaluations each "
         "(`dpmpp-3m`), one class per column, without guidance, not chosen.*",
