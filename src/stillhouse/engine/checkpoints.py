@@ -13,6 +13,7 @@ stores, which have no atomic rename. What the manifest says is checked before an
 
 import json
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -405,10 +406,16 @@ class _Background:
         self._thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
+        # Every operation of a forward pass asks for the interpreter again. By default this thread
+        # could keep it for 5 ms each time, many times what the operation takes.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
         try:
             work()
         except BaseException as error:
             self._error = error
+        finally:
+            sys.setswitchinterval(before)
 
     @property
     def busy(self) -> bool:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import Any, Protocol
 
-import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
@@ -245,7 +244,7 @@ class Engine:
 
     def _step(self, item: Item) -> None:
         # What is random inside a network (dropout) is keyed by (seed, step, rank).
-        torch.manual_seed(hash((self.config.seed, self.images, self.world.rank)) & (2**63 - 1))
+        self.world.seed(hash((self.config.seed, self.images, self.world.rank)) & (2**63 - 1))
         self._batch = item.batch
         self.task.step(item.batch, self)
         self.images += self.config.batch
