@@ -832,3 +832,15 @@ if __name__ == "__main__":
     )
     if size > 1:
         dist.destroy_process_group()
+
+
+def test_a_folder_that_is_not_shared_is_noticed_when_it_is_written(tmp_path):
+    """Each machine would find its own files whole, and the first resume would find none."""
+    from stillhouse.engine.checkpoints import _all_there
+    from stillhouse.engine.storage import Folder
+
+    folder = Folder.at(tmp_path / "images-000000000001")
+    mine = {"values.json": folder.write("values.json", b"{}")}
+    _all_there(folder, mine)
+    with pytest.raises(CheckpointError, match=r"cannot see __1_0\.distcp.*one folder"):
+        _all_there(folder, mine | {"__1_0.distcp": mine["values.json"]})

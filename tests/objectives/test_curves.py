@@ -1,5 +1,6 @@
 """Validation on independent noise, and the loss per noise level."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -101,3 +102,11 @@ def test_the_curve_of_the_exact_denoiser_is_the_closed_form(make_batch):
         sigma = levels.LogUniform(float(low), float(high)).quantile(torch.linspace(0, 1, 201))
         expected = (sigma**2 * 0.49 / (0.49 + sigma**2)).mean()
         assert float(mean) == pytest.approx(float(expected), rel=0.1)
+
+
+def test_a_loss_that_is_not_a_number_hides_no_other():
+    """One skipped update would blank its noise levels for a whole line of the log."""
+    edges = log_edges(0.01, 10.0, 2)
+    sigma, values = torch.tensor([0.05, 0.05, 1.0]), torch.tensor([1.0, math.nan, 2.0])
+    curve = LevelCurve.of(Loss(values.mean(), values, sigma), edges)
+    assert curve.mean.tolist() == [1.0, 2.0]

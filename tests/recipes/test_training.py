@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from stillhouse.cli import main
-from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet, PointsConfig
+from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet, PointsConfig, Tars
 from stillhouse.engine.checkpoints import CheckpointStore
 from stillhouse.engine.ema import HalfLife, PowerFunction
 from stillhouse.engine.optimisers import AdamW
@@ -209,6 +209,39 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     run(points(tmp_path, images=200, log_every=7, micro_batch=5))  # how, not what
 
 
+def test_checkpoints_of_another_run_are_refused(tmp_path):
+    """The run's folder may be lost, and checkpoints live elsewhere: they know whose they are."""
+    run(points(tmp_path / "a", images=200))
+    elsewhere = str(tmp_path / "a" / "checkpoints")
+    with pytest.raises(UserError, match=r"data\.toy: moons -> ring"):
+        run(
+            points(
+                tmp_path / "b", data=PointsConfig(toy="ring", labels=True), checkpoints=elsewhere
+            )
+        )
+    assert run(points(tmp_path / "c", checkpoints=elsewhere)) == 400
+
+
+def test_settings_that_are_newer_than_a_run_do_not_stop_it(tmp_path):
+    run(points(tmp_path, images=200))
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["config"]["drop"]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert run(points(tmp_path)) == 400
+
+
+def test_a_file_system_without_locks_is_told_not_refused(tmp_path, monkeypatch):
+    import errno
+    import fcntl
+
+    def unlockable(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unlockable)
+    with pytest.warns(UserWarning, match="cannot be locked"), locked(tmp_path):
+        pass
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path):
     with locked(tmp_path), pytest.raises(UserError, match="another run is using"):
         run(points(tmp_path))
@@ -286,6 +319,36 @@ def test_a_run_goes_on_from_a_trained_model(tmp_path):
         start.build((2,), 3)
 
 
+def test_a_model_of_another_process_is_not_trained_on_as_if_it_were_this_one(tmp_path):
+    run(points(tmp_path / "first", process=RectifiedFlow(), images=200))
+    start = Pretrained(path=str(tmp_path / "first" / "model"))
+    with pytest.raises(UserError, match="trained as Flow, predicting flow"):
+        run(points(tmp_path / "second", network=start, images=200))
+    run(points(tmp_path / "third", network=start, process=RectifiedFlow(), images=200))
+
+
+def test_a_model_without_a_label_for_no_class_is_drawn_with_its_classes(tmp_path):
+    from stillhouse.pipelines import save_denoiser
+
+    model, _ = Perceptron(width=16, depth=1).build((2,), 1)  # two labels, both of classes
+    scheduler = Edm(sigma_data=0.7).scheduler()
+    save_denoiser(tmp_path / "start", model, model.state_dict(), scheduler, facts={})
+    start = Pretrained(path=str(tmp_path / "start"))
+    run(points(tmp_path / "run", network=start, images=200))
+    assert list((tmp_path / "run" / "samples").iterdir())
+
+
+def test_held_out_tars_are_read_to_their_end(tmp_path, images):
+    files = (write_shards(tmp_path / "tars", "tars", [9, 9]),)
+    tars = DataConfig(
+        source=Tars(files=files), columns=Columns(image="png"), image=images.image, buffer=4
+    )
+    held_out = Validation(every=32, images=8, source=Tars(files=files))
+    run(pictures(tmp_path / "run", tars, validation=held_out))
+    lines = read_log(tmp_path / "run" / "log.jsonl")
+    assert [line["images"] for line in lines if "validation/loss" in line] == [32, 64]
+
+
 # ---------------------------------------------------------------- the dry run
 
 
@@ -358,6 +421,9 @@ def test_labels_without_a_number_of_classes_are_asked_for(tmp_path, images):
     with pytest.raises(UserError, match="--classes"):
         run(pictures(tmp_path / "run", labelled))
     run(pictures(tmp_path / "run", labelled, classes=3))
+    named = images.model_copy(update={"columns": Columns(label="label")})
+    with pytest.raises(UserError, match="--classes 7, but the data has"):
+        run(pictures(tmp_path / "named", named, classes=7))
     assert load_denoiser(tmp_path / "run" / "model").network.null_label == 3
 
 
