@@ -441,3 +441,44 @@ def test_a_run_file_is_a_run(tmp_path):
     (tmp_path / "run.json").write_text(config.model_dump_json())
     main(["train", str(tmp_path / "run.json"), "--images", "200"])
     assert (tmp_path / "run" / "checkpoints" / "images-000000000200").is_dir()
+
+
+def test_a_run_goes_by_its_own_record(tmp_path):
+    """RUN/run.json is a run file too, with other facts beside the config."""
+    run(points(tmp_path / "run", images=200))
+    main(["train", str(tmp_path / "run" / "run.json"), "--images", "400"])
+    assert (tmp_path / "run" / "checkpoints" / "images-000000000400").is_dir()
+    with pytest.raises(SystemExit):
+        main(["train", str(tmp_path / "run" / "run.json"), "--images", "200"])
+
+
+def test_a_folder_that_grew_is_not_the_place_where_the_run_was(tmp_path):
+    """Rows would shift, and every image after them be another one."""
+    from PIL import Image
+
+    from stillhouse.data import Folder
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    with pytest.raises(UserError, match="holds no images"):
+        Folder(path=str(folder)).open_indexed(Columns())
+    for i in range(12):
+        Image.new("L", (8, 8), 20 * i).save(folder / f"{i:02}.png")
+    data = DataConfig(source=Folder(path=str(folder)), image=ImageConfig(size=8))
+    run(pictures(tmp_path / "run", data, images=32))
+    Image.new("L", (8, 8)).save(folder / "first.png")
+    with pytest.raises(UserError, match="had 12 images when the run was stopped and has 13"):
+        run(pictures(tmp_path / "run", data))
+
+
+def test_a_consistency_model_is_drawn_in_one_step(tmp_path, monkeypatch):
+    """More steps would follow an ODE that it does not know."""
+    from stillhouse.objectives.configs import ConsistencyConfig
+    from stillhouse.process import EDM
+
+    asked = []
+    grid = EDM.native_grid
+    monkeypatch.setattr(EDM, "native_grid", lambda self, n: asked.append(n) or grid(self, n))
+    run(points(tmp_path / "a", images=200))
+    run(points(tmp_path / "b", images=200, objective=ConsistencyConfig()))
+    assert asked == [3, 1]

@@ -13,7 +13,8 @@ def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
     from stillhouse.recipes.training import run
 
-    words, scale, dry = _take_own_flags(list(words))
+    words, own = _take_own_flags(list(words))
+    scale = own.get("--scale", "full")
     name = words.pop(0) if words and not words[0].startswith("-") else ""
     config = parse(
         _start(name, scale),
@@ -25,10 +26,10 @@ def main(words: Sequence[str]) -> None:
         from stillhouse.errors import UserError
 
         raise UserError(_description())
-    if dry:
+    if "--dry-run" in own:
         from stillhouse.recipes.planning import describe
 
-        print(describe(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        print(describe(config, int(own.get("--processes", os.environ.get("WORLD_SIZE", "1")))))
         return
     images = run(config)
     if _first_process():
@@ -37,21 +38,28 @@ def main(words: Sequence[str]) -> None:
         print(f"  stillhouse report {config.out}")
 
 
-def _take_own_flags(words: list[str]) -> tuple[list[str], str, bool]:
-    """`--scale` picks the recipe's defaults and `--dry-run` ends early: no part of the config."""
+def _take_own_flags(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What is no part of the config: `--scale` picks the recipe's defaults, `--dry-run` ends early.
+
+    Values by flag, and the other words.
+    """
     from stillhouse.errors import UserError
 
-    dry = "--dry-run" in words
-    words = [word for word in words if word != "--dry-run"]
-    scale = "full"
-    for i, word in enumerate(words):
-        if word.partition("=")[0] == "--scale":
-            taken = 1 if "=" in word else 2
-            scale = (word.partition("=")[2] if "=" in word else "".join(words[i + 1 : i + 2])) or ""
-            if scale not in ("tiny", "full"):
-                raise UserError(f"--scale is tiny or full, not {scale!r}")
-            return words[:i] + words[i + taken :], scale, dry
-    return words, scale, dry
+    rest, own = [], {}
+    stream = iter(words)
+    for word in stream:
+        flag, equals, value = word.partition("=")
+        if flag == "--dry-run":
+            own[flag] = ""
+        elif flag in ("--scale", "--processes"):
+            own[flag] = value if equals else next(stream, "")
+        else:
+            rest.append(word)
+    if own.get("--scale", "full") not in ("tiny", "full"):
+        raise UserError(f"--scale is tiny or full, not {own['--scale']!r}")
+    if not own.get("--processes", "1").isdigit():
+        raise UserError(f"--processes is a number, not {own['--processes']!r}")
+    return rest, own
 
 
 def _start(name: str, scale: str) -> "TrainRun":
@@ -68,10 +76,25 @@ def _start(name: str, scale: str) -> "TrainRun":
     if name in RECIPES:
         return RECIPES[name](scale)  # type: ignore[arg-type]
     if Path(name).suffix in (".json", ".yaml", ".yml"):
-        return load_yaml_or_json(name, TrainRun())
+        if scale != "full":
+            raise UserError("--scale belongs to recipes: a run file says what it is")
+        return _recorded(Path(name)) or load_yaml_or_json(name, TrainRun())
     close = get_close_matches(name, RECIPES, 1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise UserError(f"there is no recipe {name!r}.{hint} {_description()}")
+
+
+def _recorded(path: Path) -> "TrainRun | None":
+    """The config in a run's own run.json, which has other facts beside it."""
+    import json
+
+    from stillhouse.recipes.training import RECORD, TrainRun
+
+    try:
+        found = json.loads(path.read_text()) if path.name == RECORD else {}
+    except (OSError, ValueError):
+        return None  # the reader of run files says what is wrong with it
+    return TrainRun.model_validate(found["config"]) if "versions" in found else None
 
 
 def _description() -> str:
@@ -79,7 +102,8 @@ def _description() -> str:
 
     return (
         f"Train a recipe ({', '.join(RECIPES)}) or a run file (.yaml, .json). --scale tiny makes "
-        "it a minute long; --dry-run shows what would be done. The same command again resumes."
+        "it a minute long; --dry-run shows what would be done, with --processes N on so many. The "
+        "same command again resumes."
     )
 
 

@@ -50,7 +50,7 @@ class FaultLog:
         if len(self) > self.config.limit:
             raise UserError(
                 f"{self.report()}; the limit is {self.config.limit}. Repair or remove them, or "
-                "raise faults.limit"
+                "raise --data.faults.limit"
             )
 
     def new(self) -> list[Fault]:

@@ -114,6 +114,7 @@ class IndexedLoader:
         faults: FaultConfig | None = None,
     ) -> None:
         self.images, self.maker = images, maker
+        self.rows = len(images)
         self.sampler = KeySampler(batch, start, stop, rank, world)
         self.options = worker_options(workers, worker_start)
         self.log = FaultLog(faults or FaultConfig())
@@ -127,11 +128,12 @@ class IndexedLoader:
         try:
             for step, item in enumerate(loader, start=1):
                 seen = keys.start + step * batch
-                yield finish(item, self.log, indexed_state(min(seen, keys.stop or seen)))
+                state = indexed_state(min(seen, keys.stop or seen), self.rows)
+                yield finish(item, self.log, state)
         finally:
             del loader  # ends its workers now, even where a traceback keeps this frame alive
 
 
-def indexed_state(images: int) -> State:
-    """The position of an indexed source, for a checkpoint."""
-    return {"kind": "indexed", "images": images}
+def indexed_state(images: int, rows: int) -> State:
+    """The position of an indexed source, for a checkpoint: it means nothing in other data."""
+    return {"kind": "indexed", "images": images, "rows": rows}

@@ -70,7 +70,12 @@ class DataConfig(Config):
             )
         if resume and resume[0].get("kind") != "indexed":
             raise UserError("the checkpoint comes from a streamed source, this one is indexed")
+        images = self.source.open_indexed(self.columns)
+        if resume and resume[0].get("rows", len(images)) != len(images):
+            raise UserError(
+                f"the data had {resume[0]['rows']} images when the run was stopped and has "
+                f"{len(images)} now: the place in it is lost. Restore it, or start anew with "
+                "another --out"
+            )
         start = resume[0]["images"] if resume else start
-        return IndexedLoader(
-            self.source.open_indexed(self.columns), maker, start=start, stop=stop, **common
-        )
+        return IndexedLoader(images, maker, start=start, stop=stop, **common)

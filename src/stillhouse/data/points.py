@@ -61,7 +61,7 @@ class PointsLoader:
 
     def __iter__(self) -> Iterator[Loaded]:
         for step, keys in zip(count(1), self.keys, strict=False):
-            state = indexed_state(self.keys.start + step * self.keys.batch)
+            state = indexed_state(self.keys.start + step * self.keys.batch, 0)
             yield Loaded(self.draw(torch.tensor(keys)), state=state)
 
     def draw(self, key: torch.Tensor) -> Batch:

@@ -140,10 +140,15 @@ class Folder(Config):
     """A folder is an index already."""
 
     def open_indexed(self, columns: Columns) -> "IndexedImages":
+        if not self.path:
+            raise UserError("the folder of images is missing: give it as --data.source.path")
         if not shardfiles.is_folder(self.path, self.storage):
-            raise UserError(f"there is no folder {self.path!r}: give it as --data.source.path")
+            raise UserError(f"there is no folder {self.path!r}: check the path")
         patterns = [posixpath.join(self.path, "**")]
-        data = load("imagefolder", patterns, self.storage, drop_labels=None)
+        try:
+            data = load("imagefolder", patterns, self.storage, drop_labels=None)
+        except (ValueError, FileNotFoundError) as error:  # datasets' way of saying that none match
+            raise UserError(f"{self.path} holds no images (.jpg, .png, ...)") from error
         check_columns(data.features, columns, self.path)
         return IndexedImages(data, columns, ())
 

@@ -69,7 +69,7 @@ def pseudo_huber(difference: Tensor, c: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Pairs(Objective):
+class Pairs(Objective):
     """What both objectives share: agreement of two levels, and the place in the curriculum."""
 
     total_images: float  # over which the curriculum runs
@@ -111,7 +111,7 @@ def teacher(function: Denoiser, x: Tensor, sigma: Tensor, cond: Condition | None
 
 
 @dataclass(frozen=True)
-class ImprovedConsistency(_Pairs):
+class ImprovedConsistency(Pairs):
     """iCT: a grid of levels that doubles, and neighbours on it drawn by a log-normal density."""
 
     sigma_max: float = 80.0
@@ -159,7 +159,7 @@ class ImprovedConsistency(_Pairs):
 
 
 @dataclass(frozen=True)
-class EasyConsistency(_Pairs):
+class EasyConsistency(Pairs):
     """ECT: any level t, and r = t (1 - n(t)/q^(stage + 1)) with n(t) = 1 + k sigmoid(-b t).
 
     This is the sigmoid mapping of [2], eq. 18, with the defaults of its CIFAR-10 runs.

@@ -58,7 +58,7 @@ def export(config: ExportRun) -> Path:
     dtype = getattr(torch, config.dtype)
     save_denoiser(config.out, model, model.state_dict(), scheduler, facts=facts, dtype=dtype)
     log = read_log(config.run / LOG)
-    draw_grid(config)
+    draw_grid(config, sampling_steps(config, facts))
     draw_curves(log, config.out / "curves.png")
     write_whole(config.out / "curves.json", json.dumps(curves(log), indent=1).encode())
     card = config.out / "README.md"
@@ -80,12 +80,17 @@ def without_places(value: Any) -> Any:
 # ---------------------------------------------------------------- pictures
 
 
-def draw_grid(config: ExportRun) -> None:
+def sampling_steps(config: ExportRun, facts: dict[str, Any]) -> int:
+    """A consistency model lands in one step."""
+    return 1 if "consistency" in facts["config"]["objective"]["kind"] else config.steps
+
+
+def draw_grid(config: ExportRun, steps: int) -> None:
     """Samples 0, 1, ... of seed 0, as `stillhouse sample` draws them; one class per column."""
     wish = Wish(NoGuidance(), (), None, torch.float32, torch.device("cpu"))
     subject = load_subject(str(config.out), wish)
-    run = SampleRun(model=str(config.out), steps=config.steps, count=config.count)
-    grid = run.grid.build(subject.scaling, config.steps)  # type: ignore[union-attr]
+    run = SampleRun(model=str(config.out), steps=steps, count=config.count)
+    grid = run.grid.build(subject.scaling, steps)  # type: ignore[union-attr]
     samples = draw_batch(run, subject, grid, list(range(config.count)), wish.device)
     target = config.out / "grid.png"
     if subject.toy is not None:
@@ -167,13 +172,15 @@ def spell_card(
         "\n".join([*head, "---"]),
         f"# {config.name or config.out.name}",
         "![Samples](grid.png)",
-        f"*{config.count} samples of seed 0 from this very file, {config.steps} evaluations each "
-        "(`dpmpp-3m`), one class per column, without guidance, not chosen.*",
+        f"*{config.count} samples of seed 0 from this very file, {sampling_steps(config, facts)} "
+        f"evaluations each (`dpmpp-3m`){', one class per column' if run['classes'] else ''}, "
+        "without guidance, not chosen.*",
         *([config.note] if config.note else []),
         "\n".join(table),
         *([f"Trained by\n\n```bash\n{config.command}\n```"] if config.command else []),
         "![Curves](curves.png)",
-        "*Left: loss over images seen. Right: held-out loss per noise level as training went on. "
+        f"*Left: loss over images seen. Right: {'held-out' if held_out else 'training'} loss per "
+        "noise level as training went on. "
         "The numbers are in `curves.json`; the whole config of the run is in the metadata of the "
         "weights.*",
         "```python\nfrom stillhouse import load_denoiser\n\n"

@@ -1,6 +1,7 @@
 """`--dry-run`: the resolved run, the size of its network, and the memory it will take.
 
-Nothing is computed or read: the network is built, and called once, on tensors without storage.
+Nothing is computed: the network is built, and called once, on tensors without storage. Data are
+opened only to count their classes, where the config does not say.
 """
 
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from stillhouse.data import DataConfig
 from stillhouse.engine.sharding import blocks, shard_group
+from stillhouse.engine.world import World
 from stillhouse.models import DiffusersNetwork
 from stillhouse.process import Condition
 from stillhouse.recipes.networks import Pretrained
-from stillhouse.recipes.training import TrainRun
+from stillhouse.recipes.training import TrainRun, build_loader, count_classes
 
 GB = 2**30
 
@@ -39,12 +42,19 @@ def describe(config: TrainRun, processes: int) -> str:
 
 def shadow(config: TrainRun) -> DiffusersNetwork:
     """The network on the meta device: shapes without memory, so any size fits."""
+    classes = config.classes or _classes(config)
     if isinstance(config.network, Pretrained):  # reads its weights; whose sizes are all that counts
-        model, null = config.network.build(config.data.shape, config.classes)
+        model, null = config.network.build(config.data.shape, classes)
         return DiffusersNetwork(model.to("meta"), null)
     with torch.device("meta"):
-        model, null = config.network.build(config.data.shape, config.classes)
+        model, null = config.network.build(config.data.shape, classes)
     return DiffusersNetwork(model, null)
+
+
+def _classes(config: TrainRun) -> int:
+    if isinstance(config.data, DataConfig) and not config.data.columns.label:
+        return 0
+    return count_classes(config, build_loader(config, World(0, 1, torch.device("cpu")), ()))
 
 
 def sizes(model: nn.Module) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ Running the same command again resumes; any number of processes, under torchrun.
 
 import json
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
@@ -128,6 +129,11 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
         found = store.find()
         if found is not None:
             check_settings(config, store.values(found)["config"], str(store.root))
+            if found.images > config.images:
+                raise UserError(
+                    f"{config.out} is at {found.images} images already, beyond --images "
+                    f"{config.images}: nothing to do"
+                )
         loader = build_loader(config, here, positions(store, found))
         learner = build_learner(config, here, loader)
         trackers = build_trackers(config, stack) if here.rank == 0 else []
@@ -290,16 +296,19 @@ def opening(here: World, loader: Loader, found: Found | None) -> Mapping[str, An
 def stopping(engine: Engine, caught: list[int]) -> Iterator[None]:
     """Ctrl-C or a scheduler's SIGTERM ends the run after this step, with a checkpoint.
 
-    A second one ends it at once. What was caught is put into the list.
+    A second Ctrl-C ends it at once; a second SIGTERM is torchrun handing on the first one. What was
+    caught is put into the list.
     """
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if not caught and engine.world.rank == 0:
+            print("stopping after this step, with a checkpoint ...", file=sys.stderr, flush=True)
         caught.append(number)
         engine.stop()
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        if number == signal.SIGINT:
+            signal.signal(number, before[signal.SIGINT])
 
     for kind in kinds:
         signal.signal(kind, stop)

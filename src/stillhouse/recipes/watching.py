@@ -21,6 +21,7 @@ from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.objectives import Draws, validate
+from stillhouse.objectives.consistency import Pairs
 from stillhouse.pipelines import save_denoiser
 from stillhouse.process import Condition, KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
@@ -105,7 +106,9 @@ class Drawer:
         scaling, network = self.learner.denoiser.scaling, self.learner.denoiser.network
         shape = network.data_shape  # type: ignore[union-attr]
         noise = starting_noise(shape, indices, seed=self.config.seed).to(device)  # type: ignore[arg-type]
-        grid = scaling.native_grid(self.config.steps)
+        # A consistency model lands in one step; further ones would follow no ODE of its own.
+        steps = 1 if isinstance(self.learner.objective, Pairs) else self.config.steps
+        grid = scaling.native_grid(steps)
         cond = None
         if classes := self.learner.classes:
             cond = Condition(label=torch.tensor([i % classes for i in indices], device=device))
