@@ -17,9 +17,9 @@ from stillhouse.data.loaded import (
     Loaded,
     Maker,
     Picture,
+    Stack,
     State,
     WorkerStart,
-    finish,
     rows_of,
     worker_options,
 )
@@ -68,7 +68,7 @@ class _Fetch(Dataset):
     def __init__(self, images: IndexedImages, maker: Maker) -> None:
         self.images, self.maker = images, maker
 
-    def __getitem__(self, keys: range) -> Loaded | UserError:
+    def __getitem__(self, keys: range) -> Stack | UserError:
         faults: list[Fault] = []
         try:
             rows = self.images.rows(rows_at(keys, len(self.images), self.maker.seed))
@@ -129,7 +129,7 @@ class IndexedLoader:
             for step, item in enumerate(loader, start=1):
                 seen = keys.start + step * batch
                 state = indexed_state(min(seen, keys.stop or seen), self.rows)
-                yield finish(item, self.log, state)
+                yield self.maker.finish(item, self.log, state)
         finally:
             del loader  # ends its workers now, even where a traceback keeps this frame alive
 

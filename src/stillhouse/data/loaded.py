@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -51,9 +51,26 @@ class Picture(NamedTuple):
     id: int
 
 
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """The pictures of a batch on their way from whoever reads.
+
+    An array, not a tensor: tensors go from process to process through shared memory, of which
+    containers have little, and a reader that is killed leaves its part of it behind.
+    """
+
+    pixels: NDArray[np.uint8]
+    keys: Sequence[int]
+    layouts: list[Layout]
+    labels: list[int]
+    text: tuple[str, ...]
+    ids: list[int]
+    faults: tuple[Fault, ...]
+
+
 @dataclass(frozen=True)
 class Maker:
-    """Turns rows into pictures and pictures into batches, in whichever process reads."""
+    """Turns rows into pictures, in whichever process reads, and their stacks into batches."""
 
     image: ImageConfig
     columns: Columns
@@ -69,30 +86,30 @@ class Maker:
         return Picture(pixels, layout, label, text_of(row.text), row.id)
 
     def stack(
-        self, pictures: Sequence[Picture], keys: Iterable[int], faults: Iterable[Fault]
-    ) -> Loaded:
-        """A batch whose data is still uint8 (see `finish`)."""
-        label = torch.tensor([p.label for p in pictures]) if self.columns.label else None
-        batch = Batch(
-            data=torch.from_numpy(np.stack([p.pixels for p in pictures])),
-            condition=None if label is None else Condition(label=label),
-            ids=torch.tensor([p.id for p in pictures]),
-            key=torch.tensor(list(keys)),
+        self, pictures: Sequence[Picture], keys: Sequence[int], faults: Iterable[Fault]
+    ) -> Stack:
+        pixels, layouts, labels, text, ids = zip(*pictures, strict=True)
+        return Stack(
+            np.stack(pixels), keys, list(layouts), list(labels), text, list(ids), tuple(faults)
         )
-        text = tuple(p.text for p in pictures) if self.columns.text else None
-        return Loaded(batch, Frame.of([p.layout for p in pictures]), text, tuple(faults))
 
+    def finish(self, item: Stack | UserError, log: FaultLog, state: State) -> Loaded:
+        """In the training process: counts faults, makes tensors; `state` is that after the batch.
 
-def finish(item: Loaded | UserError, log: FaultLog, state: State) -> Loaded:
-    """In the training process: counts faults, makes floats, adds the position after this batch.
-
-    Workers return a `UserError` as a value: raised, it would arrive wrapped in a stack trace.
-    """
-    if isinstance(item, UserError):
-        raise item
-    log.add(item.faults)
-    batch = replace(item.batch, data=to_float(item.batch.data))
-    return replace(item, batch=batch, state=state)
+        Workers return a `UserError` as a value: raised, it would arrive wrapped in a stack trace.
+        """
+        if isinstance(item, UserError):
+            raise item
+        log.add(item.faults)
+        label = Condition(label=torch.tensor(item.labels)) if self.columns.label else None
+        batch = Batch(
+            data=to_float(torch.from_numpy(item.pixels)),
+            condition=label,
+            ids=torch.tensor(item.ids),
+            key=torch.tensor(item.keys),
+        )
+        text = item.text if self.columns.text else None
+        return Loaded(batch, Frame.of(item.layouts), text, item.faults, state)
 
 
 def rows_of(batch: int, rank: int, world: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Finding files behind paths, globs and URLs, and looking whether they can be read at all."""
 
+import hashlib
 import os
 import tarfile
 from collections.abc import Iterable, Mapping
@@ -66,6 +67,17 @@ def _match(pattern: str, suffix: str, storage: Mapping[str, Any]) -> list[str]:
 def _url(fs: Any, path: str) -> str:
     protocols = fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)
     return path if "file" in protocols else fs.unstrip_protocol(path)
+
+
+def fingerprint(urls: Iterable[str], storage: Mapping[str, Any]) -> str:
+    """Changes when a file is added, removed, renamed or written to; no content is read."""
+    digest = hashlib.sha256()
+    for url in urls:
+        fs, path = filesystem(url, storage)
+        facts = fs.info(path)
+        changed = next((facts[k] for k in ("ETag", "etag", "mtime") if facts.get(k)), "")
+        digest.update(f"{os.path.basename(path)} {facts['size']} {changed}\n".encode())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def trouble(url: str, builder: str, storage: Mapping[str, Any]) -> str:

@@ -45,6 +45,10 @@ class FileSource(Config, ABC):
             raise UserError("the data source names no files: give them as --data.source.files")
         return shardfiles.find(self.files, self.suffix, self.storage)
 
+    def fingerprint(self) -> str:
+        """Changes when a file does."""
+        return shardfiles.fingerprint(self.shards(), self.storage)
+
     def open_shards(self, columns: Columns) -> "ShardedImages":
         """For reading shard by shard."""
         shards = self.shards()
@@ -139,6 +143,11 @@ class Folder(Config):
     streaming: Literal[False] = False
     """A folder is an index already."""
 
+    def fingerprint(self) -> str:
+        """Changes when a file does."""
+        fs, path = shardfiles.filesystem(self.path, self.storage)
+        return shardfiles.fingerprint(sorted(map(fs.unstrip_protocol, fs.find(path))), self.storage)
+
     def open_indexed(self, columns: Columns) -> "IndexedImages":
         if not self.path:
             raise UserError("the folder of images is missing: give it as --data.source.path")
@@ -148,7 +157,9 @@ class Folder(Config):
         try:
             data = load("imagefolder", patterns, self.storage, drop_labels=None)
         except (ValueError, FileNotFoundError) as error:  # datasets' way of saying that none match
-            raise UserError(f"{self.path} holds no images (.jpg, .png, ...)") from error
+            raise UserError(
+                f"{self.path} holds no images (.jpg, .png, ...): check the path, or put some there"
+            ) from error
         check_columns(data.features, columns, self.path)
         return IndexedImages(data, columns, ())
 

@@ -24,9 +24,9 @@ from stillhouse.data.loaded import (
     Loaded,
     Maker,
     Picture,
+    Stack,
     State,
     WorkerStart,
-    finish,
     rows_of,
     worker_options,
 )
@@ -88,7 +88,7 @@ class Reader:
     def __iter__(self) -> "Reader":
         return self
 
-    def __next__(self) -> Loaded | UserError:
+    def __next__(self) -> Stack | UserError:
         if self.error:  # the loader asks ahead; there is nothing after an error
             return self.error
         try:
@@ -301,7 +301,8 @@ class StreamedLoader:
             loader.load_state_dict(self.loader_state)
         try:
             for step, item in enumerate(loader, start=1):
-                yield finish(item, self.log, self._state(step, loader.state_dict()))
+                state = self._state(step, loader.state_dict())
+                yield self.job.maker.finish(item, self.log, state)
         finally:
             del loader  # ends its workers now, even where a traceback keeps this frame alive
 

@@ -117,6 +117,8 @@ def world(device: str = "auto") -> Iterator[World]:
     """Joins torchrun's processes where there are several: NCCL between GPUs, gloo otherwise."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     place = _device(device)
+    if place.type == "cpu":
+        _keep_memory()
     if size > 1:
         # Both back ends on GPUs: checkpoints and couplings exchange CPU tensors.
         back_end = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
@@ -179,6 +181,24 @@ def _device(name: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
+
+
+def _keep_memory() -> None:
+    """glibc keeps what a step frees, for the next one.
+
+    By default it gives large tensors back to the system and asks for them again at every step,
+    which fills their pages with zeros each time; and it moves from one habit to the other while a
+    run goes on, so that memory seems to grow for minutes.
+    """
+    import ctypes
+
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, TypeError, AttributeError):  # not glibc
+        return
+    most = 2**30
+    for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: see mallopt(3)
+        set_option(option, most)
 
 
 def memory_gb(device: torch.device) -> float:
