@@ -14,6 +14,7 @@ _EXPORTS = {
     "Condition": "stillhouse.process",
     "Denoiser": "stillhouse.process",
     "NetworkDenoiser": "stillhouse.process",
+    "couplings": "stillhouse",
     "levels": "stillhouse.process",
     "load_denoiser": "stillhouse.pipelines",
     "process": "stillhouse",
@@ -22,7 +23,7 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
-    from stillhouse import process, solvers
+    from stillhouse import couplings, process, solvers
     from stillhouse.pipelines import load_denoiser
     from stillhouse.process import (
         Batch,
@@ -38,6 +39,7 @@ __all__ = [
     "Condition",
     "Denoiser",
     "NetworkDenoiser",
+    "couplings",
     "levels",
     "load_denoiser",
     "process",

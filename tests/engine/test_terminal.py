@@ -183,6 +183,18 @@ def test_a_log_file_gets_a_line_per_loss_and_no_escape_codes():
     ]
 
 
+def test_what_was_measured_is_told_with_its_name():
+    line = {"evaluation/FD-MobileNetV2": 41.234, "evaluation/KD-MobileNetV2": None}
+    line |= {"evaluation/count": 1024, "evaluation/about": {"detector": "MobileNetV2"}}
+    plain, _ = terminal(tty=False)
+    plain.log(500, line)
+    assert written(plain).split("  ")[-1] == "FD-MobileNetV2 41.23\n"
+    live, _ = terminal(tty=True)
+    live.log(500, line)
+    assert re.search(r"FD-MobileNetV2 +41\.23 at 500 images", seen(live))
+    assert "count" not in seen(live)
+
+
 def test_forced_colours_do_not_make_a_file_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -76,6 +76,24 @@ def numbers(progress: float, networks: tuple[str, ...], dice: random.Random) -> 
     return line
 
 
+def evaluation(progress: float, first: bool) -> dict[str, Any]:
+    line = {
+        "evaluation/FD-MobileNetV2": 40 + 500 / (1 + 9 * progress),
+        "evaluation/KD-MobileNetV2": 0.4 / (1 + 9 * progress) - 0.001,
+        "evaluation/count": 1024,
+    }
+    about = {
+        "reference": "fashion:test",
+        "reference_count": 10_000,
+        "count": 1024,
+        "drawing": "dpmpp-3m, 10 steps, seed 0",
+        "floor": {"FD-MobileNetV2": 38.5, "KD-MobileNetV2": -0.0002},
+        "floor_count": 1024,
+        "notes": ["features are MobileNetV2's: these distances are not FID or KID"],
+    }
+    return line | ({"evaluation/about": about} if first else {})
+
+
 def make_run(
     folder: Path, *, networks: tuple[str, ...] = ("denoiser",), total: int = 300_000
 ) -> Path:
@@ -101,6 +119,7 @@ def make_run(
         if step % 60 == 0:
             metrics = {"fid": 180 / (1 + 4 * progress), "kid": 0.2 / (1 + 9 * progress)}
             lines.append({"images": images, "metrics": metrics})
+            lines.append({"images": images, **evaluation(progress, first=step == 60)})
         if step in (90, 170):
             lines.append({"images": images, "session": {**start, "world": 1}})
         if step in (30, 31, 200):
@@ -158,7 +177,7 @@ def test_every_number_of_the_log_has_its_chart(tmp_path):
     assert {*readouts(text)} == {
         "denoiser loss", "validation loss", "training", "validation", "learning rate",
         "gradient norm", "images per second", "share of time waiting for data", "memory, GB",
-        "distance", "seconds", "fid", "kid",
+        "distance", "seconds", "fid", "kid", "FD-MobileNetV2", "KD-MobileNetV2",
     }  # fmt: skip
     assert "at 199,680 of 300,000 images" in text
     assert "1.9M" in text
@@ -171,6 +190,28 @@ def test_charts_hold_the_log_s_values(tmp_path):
     logged = [(n["images"], n["denoiser/loss"]) for n in lines if "denoiser/loss" in n]
     each = next(s for s in drawn if s["name"] == "each line")
     assert each["points"] == [[x, pytest.approx(y, rel=1e-4)] for x, y in logged]
+
+
+def test_an_evaluation_is_a_curve_above_what_real_images_get(tmp_path):
+    text = page(make_run(tmp_path / "run"))
+    value, floor = readouts(text)["FD-MobileNetV2"]["series"]
+    assert value["points"] == [
+        [images, pytest.approx(40 + 500 / (1 + 9 * images / 199_680), rel=1e-3)]
+        for images in (49_920, 99_840, 149_760, 199_680)
+    ]
+    assert (floor["name"], floor["points"]) == ("real / real", [[0, 38.5], [199_680, 38.5]])
+    assert "these distances are not FID or KID" in text
+    assert "1024 samples (dpmpp-3m, 10 steps, seed 0) against 10000 images of fashion:test" in text
+    assert "<dd>real / real 38.5</dd>" in text
+    assert "count" not in readouts(text)
+
+
+def test_a_count_that_changed_is_told(tmp_path):
+    lines = [{"images": n, "evaluation/FID": 9.0, "evaluation/count": 64 * n} for n in (1, 2)]
+    text = page(write_run(tmp_path, lines))
+    (line,) = readouts(text)["FID"]["series"]  # no floor was logged
+    assert line["points"] == [[1, 9.0], [2, 9.0]]
+    assert "The number of samples has changed (64, 128)" in text
 
 
 def test_a_finished_run_says_so(tmp_path):
@@ -234,7 +275,8 @@ values = st.recursive(
 keys = st.sampled_from(
     ["a/loss", "a/lr", "a/gradient_norm", "validation/loss", "images_per_second", "memory_gb", "b",
      "levels", "validation/levels", "samples", "skipped", "ids", "session", "message", "faults",
-     "fault_examples", "metrics", "checkpoint", "c/d"]
+     "fault_examples", "metrics", "checkpoint", "c/d", "evaluation/a", "evaluation/about",
+     "evaluation/count"]
 )  # fmt: skip
 
 
@@ -258,6 +300,11 @@ def test_what_comes_from_files_is_text(tmp_path):
         {"images": 1, f"{EVIL}/loss": 1.0, f"x/{EVIL}": 1.0, EVIL: 2.0, "metrics": {EVIL: 1.0}},
         {"images": 1, "session": {"world": EVIL, "device": EVIL, "started": EVIL}},
         {"images": 1, "session": {"world": EVIL}},
+        {
+            "images": 1,
+            f"evaluation/{EVIL}": 1.0,
+            "evaluation/about": {"notes": [EVIL], "count": EVIL},
+        },
         {"images": 1, "skipped": EVIL, "loss": EVIL, "ids": [EVIL]},
         {"images": 1, "message": EVIL, "faults": EVIL, "fault_examples": [EVIL], "samples": EVIL},
     ]

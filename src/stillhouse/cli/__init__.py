@@ -7,6 +7,7 @@ COMMANDS = {
     "train": "train a recipe, or resume it",
     "report": "draw a training run into one HTML page",
     "export": "hand on the model of a training run, with a card",
+    "evaluate": "measure a model or images against a reference",
     "sample": "draw images from a checkpoint, or trajectories of a 2-D toy",
 }
 

@@ -251,7 +251,8 @@ def _read(leaf: _Leaf, spec: PrimitiveConstructorSpec[Any], words: list[str]) ->
     counts = spec.nargs if isinstance(spec.nargs, tuple) else (spec.nargs,)
     fits = len(words) in counts or "*" in counts
     constants = [_CONSTANTS.get(word.lower(), word) for word in words]
-    for attempt in (words, constants, [_whole(word) for word in words]):
+    parts = [part for word in words for part in word.split(",")] if "*" in counts else words
+    for attempt in (words, constants, [_whole(word) for word in words], parts):
         with suppress(ValueError, TypeError):
             if fits and {*attempt} <= {*(spec.choices or attempt)}:
                 return spec.instance_from_str(attempt)

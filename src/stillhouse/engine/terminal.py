@@ -199,6 +199,10 @@ class Numbers:
             for key, (label, spell) in FACTS.items()
             if values.get(key) is not None
         }
+        measured = metrics(values)
+        self.facts |= {
+            name: f"{value:.4g} at {images:,} images" for name, value in measured.items()
+        }
 
     def view(self) -> RenderableType:
         return Group("", self._table(), "", self._facts())
@@ -250,14 +254,22 @@ def by_network(values: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation has measured, without how it was done."""
+    start, skipped = "evaluation/", ("evaluation/count", "evaluation/about")
+    names = (name for name in values if name.startswith(start) and name not in skipped)
+    return {name.removeprefix(start): values[name] for name in names if values[name] is not None}
+
+
 def plain_losses(values: Mapping[str, Any]) -> Iterator[str]:
-    """The losses of a line, each with its gradient norm and learning rate."""
+    """The losses of a line, each with its gradient norm and learning rate; what was measured."""
     names = {"loss": "loss", "gradient_norm": "gradient norm", "lr": "lr"}
     for network, numbers in by_network(values).items():
         said = (f"{names[key]} {CELLS[key](numbers[key])}" for key in names if key in numbers)
         yield " ".join([network, *said])
     if values.get("validation/loss") is not None:
         yield f"validation loss {values['validation/loss']:.4g}"
+    yield from (f"{name} {value:.4g}" for name, value in metrics(values).items())
 
 
 def plain_costs(values: Mapping[str, Any]) -> Iterator[str]:

@@ -137,7 +137,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    lines = [_parse(text) for text in texts]
+    lines = [parse_line(text) for text in texts]
     if None in lines[:-1]:
         warnings.warn(f"{path}: line {lines.index(None) + 1} is damaged, left out", stacklevel=2)
     return [line for line in lines if line is not None]
@@ -147,11 +147,11 @@ def _spell(line: Mapping[str, Any]) -> str:
     return json.dumps(standard(line), allow_nan=False) + "\n"
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def parse_line(text: str) -> dict[str, Any] | None:
     """The object of a line, if it is whole: one that is torn lacks its last brace."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("images"), int) else None
 

@@ -1,5 +1,7 @@
 """Objectives: `objective(denoiser, batch, generator) -> Loss`. Noise is applied once, in `base`.
 
+A coupling chooses it before, in `pair_noise`: every objective takes any coupling.
+
 | name | class | paper |
 |---|---|---|
 | `denoising` | `Denoising` with a weighting of `WEIGHTINGS` | Ho et al. 2020; Karras et al. 2022 |
@@ -13,6 +15,7 @@ from stillhouse.objectives.consistency import Consistent, EasyConsistency, Impro
 from stillhouse.objectives.curves import LevelCurve, log_edges, validate, validation_loss
 from stillhouse.objectives.denoising import WEIGHTINGS, Constants, Denoising, Weighting
 from stillhouse.objectives.flow import FlowMatching
+from stillhouse.objectives.pairing import Paired, pair_noise
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "denoising": Denoising,
@@ -35,9 +38,11 @@ __all__ = [
     "Loss",
     "Noised",
     "Objective",
+    "Paired",
     "Weighting",
     "drop_condition",
     "log_edges",
+    "pair_noise",
     "validate",
     "validation_loss",
 ]

@@ -47,7 +47,10 @@ class Draws:
 
     def normal(self, batch: Batch, purpose: str = "noise") -> Tensor:
         """Unit noise of the data's shape, float32."""
-        shape, key = batch.data.shape[1:], row_keys(batch)
+        return self.rows(batch.data.shape[1:], row_keys(batch), purpose)
+
+    def rows(self, shape: Sequence[int], key: Tensor, purpose: str = "noise") -> Tensor:
+        """The same for rows known by their keys alone, as a coupling meets them."""
         return keyed_normal(shape, key, seed=self.seed, purpose=self._name(purpose))
 
     def uniform(self, batch: Batch, purpose: str) -> Tensor:

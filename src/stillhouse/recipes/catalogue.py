@@ -11,51 +11,24 @@
 `tiny` shows in about a minute on two cores that all of it works; `full` is meant to be used.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, Parquet, PointsConfig
+from stillhouse.data import DataConfig, Folder, ImageConfig, PointsConfig
 from stillhouse.data.points import Toy
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.optimisers import AdamW, Constant, Cosine
 from stillhouse.engine.sharding import Spread
 from stillhouse.objectives.configs import DenoisingConfig, FlowConfig, LogNormal
+from stillhouse.recipes.known_data import columns, parquet
 from stillhouse.recipes.networks import DiT, Perceptron, UNet
 from stillhouse.recipes.processes import Edm, RectifiedFlow
 from stillhouse.recipes.training import TrainRun
 from stillhouse.recipes.watching import Preview, Validation
 
 Scale = Literal["tiny", "full"]
-
-# Where a data set is: in a folder of this name below $STILLHOUSE_DATA, or else on the hub.
-HUB = {
-    "fashion": "hf://datasets/zalando-datasets/fashion_mnist/fashion_mnist",
-    "cifar10": "hf://datasets/uoft-cs/cifar10/plain_text",
-}
-HUB_IMAGE = {"fashion": "image", "cifar10": "img"}
-
-
-def local_data() -> Path | None:
-    """The folder of local copies, if there is one."""
-    folder = os.environ.get("STILLHOUSE_DATA")
-    return Path(folder) if folder else None
-
-
-def parquet(name: str, split: Literal["train", "test"]) -> Parquet:
-    """A data set's files: a local copy where there is one."""
-    folder = local_data()
-    here = folder is not None and (folder / name).is_dir()
-    return Parquet(files=(f"{folder / name if here and folder else HUB[name]}/{split}*.parquet",))
-
-
-def columns(name: str) -> Columns:
-    """Local copies name the image column `image`."""
-    folder = local_data()
-    here = folder is not None and (folder / name).is_dir()
-    return Columns(image="image" if here else HUB_IMAGE[name], label="label")
 
 
 def toy(name: Toy, scale: Scale) -> TrainRun:

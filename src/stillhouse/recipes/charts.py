@@ -234,6 +234,12 @@ def line_chart(
     )
 
 
+def side_by_side(drawn: Iterable[str], kind: str = "") -> str:
+    """Figures in a row, as many as fit; "small" ones are more."""
+    figures = "".join(drawn)
+    return f'<div class="charts {kind}">{figures}</div>' if figures else ""
+
+
 def _fitting(line: Series, x: Axis, y: Axis) -> Series:
     """The series without what a logarithmic axis cannot hold, and with no more than can be seen."""
     fits = [p for p in line.points if (p[0] > 0 or not x.log) and (p[1] > 0 or not y.log)]

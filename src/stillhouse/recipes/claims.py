@@ -1,5 +1,6 @@
 """A run's folder belongs to one run: what may change between tries, and who is using it now."""
 
+import json
 import os
 import time
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stillhouse.errors import UserError
+from stillhouse.files import write_whole
 
 PATIENCE = 120.0  # seconds that a restart waits for the lock of the run before it
 _held: set[IO[str]] = set()  # the locks of this process
@@ -41,14 +43,47 @@ def differences(
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def claimed(
+    folder: Path, run: dict[str, Any], seen: dict[str, Any], free: Collection[str]
+) -> Iterator[None]:
+    """The folder for this evaluation alone: one with the same settings, but for the free ones.
+
+    `seen` is what it has found outside, by what to call it: it must not have changed. As long as
+    nothing was measured, anything may: whoever was refused tries again.
+    """
+    with locked(folder):
+        claim = folder / "run.json"
+        if claim.exists() and (changed := _changes(claim, run, seen, free)):
+            raise UserError(
+                f"{folder} holds another run ({'; '.join(changed)}). Choose another --out, "
+                "or remove it"
+            )
+        write_whole(claim, json.dumps({"run": run, "seen": seen}, indent=2).encode())
+        yield
+
+
+def _changes(
+    claim: Path, run: dict[str, Any], seen: dict[str, Any], free: Collection[str]
+) -> list[str]:
+    try:
+        old = json.loads(claim.read_text())
+        other = [what for what in seen if old["seen"][what] != seen[what]]
+        changed = differences(old["run"], run, free) + [f"{what} has changed" for what in other]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ["its run.json is of another kind"]
+    begun = any(any((claim.parent / part).glob("*")) for part in ("results", "parts"))
+    return changed if begun else []
+
+
+@contextmanager
+def locked(folder: Path, advice: str = "choose another --out") -> Iterator[None]:
     """Refuses a second run in the same folder. The lock goes with its process, however it ends."""
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:
         raise UserError(f"{folder} cannot be written to ({error})") from error
     with file:
-        _lock(file, folder)
+        _lock(file, folder, advice)
         _held.add(file)
         try:
             yield
@@ -56,7 +91,7 @@ def locked(folder: Path) -> Iterator[None]:
             _held.discard(file)
 
 
-def _lock(file: IO[str], folder: Path) -> None:
+def _lock(file: IO[str], folder: Path, advice: str) -> None:
     """A file server may hold a dead machine's lock for a while, so restarts are patient."""
     import fcntl
 
@@ -68,7 +103,7 @@ def _lock(file: IO[str], folder: Path) -> None:
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"another run is using {folder}: wait for it, or choose another --out"
+                    f"another run is using {folder}: wait for it, or {advice}"
                 ) from error
             time.sleep(1)
         except OSError as error:

@@ -11,6 +11,7 @@ from stillhouse.data import FaultLog
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World, memory_gb
 from stillhouse.objectives import Draws, LevelCurve, Loss, Objective, drop_condition, log_edges
+from stillhouse.objectives.consistency import Pairs
 from stillhouse.process import Batch, Condition, NetworkDenoiser
 
 NAME = "denoiser"  # of the one network
@@ -36,6 +37,10 @@ class Learner:
 
     def modules(self) -> Mapping[str, nn.Module]:
         return {NAME: self.denoiser}
+
+    def steps(self, wanted: int) -> int:
+        """Of a walk that draws: a consistency model lands in one, more follow no ODE of its own."""
+        return 1 if isinstance(self.objective, Pairs) else wanted
 
     def prepare(self, batch: Batch) -> Batch:
         """What the prefetch does in advance: all that is drawn by key."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter
 
 from stillhouse.config import Config
 
@@ -131,6 +131,27 @@ Solver = Annotated[
     | Dpmpp2MSde,
     Field(discriminator="kind"),
 ]
+
+SolverName = Literal[
+    "euler",
+    "heun",
+    "dpm2",
+    "ipndm",
+    "rho-ab",
+    "dpmpp-2m",
+    "dpmpp-3m",
+    "unipc",
+    "deis",
+    "edm-churn",
+    "euler-ancestral",
+    "dpmpp-sde",
+    "dpmpp-2m-sde",
+]
+
+
+def solver(name: str) -> Solver:
+    """A solver with its defaults."""
+    return TypeAdapter(Solver).validate_python({"kind": name})
 
 
 # ---------------------------------------------------------------- grids

@@ -14,6 +14,7 @@ from stillhouse.engine.sharding import blocks, shard_group
 from stillhouse.engine.world import World
 from stillhouse.models import DiffusersNetwork
 from stillhouse.process import Condition
+from stillhouse.recipes.measuring import Evaluation
 from stillhouse.recipes.networks import Pretrained
 from stillhouse.recipes.training import TrainRun, build_loader, count_classes
 
@@ -37,7 +38,16 @@ def describe(config: TrainRun, processes: int) -> str:
     lines += [
         f"a checkpoint takes {stored / GB:.3f} GB, the exported model {4 * count / GB:.3f} GB"
     ]
+    if isinstance(config.evaluation, Evaluation):
+        lines += [_evaluations(config, config.evaluation)]
     return "\n".join(lines)
+
+
+def _evaluations(config: TrainRun, evaluation: Evaluation) -> str:
+    moments = -(-config.images // evaluation.every)
+    return (
+        f"{moments} evaluations, each of {evaluation.count} samples against {evaluation.reference}"
+    )
 
 
 def shadow(config: TrainRun) -> DiffusersNetwork:

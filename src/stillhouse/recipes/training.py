@@ -40,6 +40,7 @@ from stillhouse.objectives.configs import DenoisingConfig, ObjectiveConfig
 from stillhouse.process import Condition, NetworkDenoiser
 from stillhouse.recipes.claims import differences, locked
 from stillhouse.recipes.learner import NAME, Learner
+from stillhouse.recipes.measuring import Evaluation, NoEvaluation
 from stillhouse.recipes.networks import NetworkChoice, Pretrained, UNet
 from stillhouse.recipes.processes import Edm, ProcessConfig
 from stillhouse.recipes.watching import Drawer, Exporter, Preview, Snapshots, Validation, Validator
@@ -48,7 +49,8 @@ RECORD = "run.json"
 # What a resumed run may change: how far, how often, how it is spread and shown, not what it learns.
 FREE = {
     *("images", "log_every", "checkpoint_every", "keep_last", "keep_every", "max_skips"),
-    *("preview", "validation", "trackers", "micro_batch", "snapshot_every", "log_ids"),
+    *("preview", "validation", "evaluation", "trackers"),
+    *("micro_batch", "snapshot_every", "log_ids"),
     *(
         f"spread.{name}"
         for name in ("sharding", "shard_size", "checkpointing", "compile", "offload")
@@ -80,6 +82,7 @@ class TrainRun(LoopConfig):
     spread: Spread = Spread()
     preview: Preview = Preview()
     validation: Validation = Validation()
+    evaluation: Annotated[NoEvaluation | Evaluation, Field(discriminator="kind")] = NoEvaluation()
     trackers: TrackersConfig = TrackersConfig()
     log_ids: bool = False
     """Log the ids of all images trained on, for audits."""
@@ -222,11 +225,16 @@ def build_hooks(config: TrainRun, here: World, learner: Learner) -> list[tuple[i
         hooks.append((config.validation.every, Validator(held_out, learner, config.shown)))
     if config.snapshot_every:
         hooks.append((config.snapshot_every, Snapshots(config.out / "averages")))
+    if isinstance(config.evaluation, Evaluation):
+        evaluator = config.evaluation.build(config.data, learner, config.shown, here)
+        hooks.append((config.evaluation.every, evaluator))
     return [*hooks, (config.checkpoint_every, build_exporter(config, learner))]
 
 
 def build_exporter(config: TrainRun, learner: Learner) -> Exporter:
-    facts = {"config": config.model_dump(mode="json", exclude={"out", "checkpoints", "device"})}
+    # What is of this machine and no part of the model.
+    elsewhere = {"out", "checkpoints", "device", "evaluation"}
+    facts = {"config": config.model_dump(mode="json", exclude=elsewhere)}
     scheduler = config.process.scheduler()
     return Exporter(learner, config.shown, scheduler, facts, config.out / "model")
 

@@ -21,7 +21,6 @@ from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.objectives import Draws, validate
-from stillhouse.objectives.consistency import Pairs
 from stillhouse.pipelines import save_denoiser
 from stillhouse.process import Condition, KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
@@ -106,9 +105,7 @@ class Drawer:
         scaling, network = self.learner.denoiser.scaling, self.learner.denoiser.network
         shape = network.data_shape  # type: ignore[union-attr]
         noise = starting_noise(shape, indices, seed=self.config.seed).to(device)  # type: ignore[arg-type]
-        # A consistency model lands in one step; further ones would follow no ODE of its own.
-        steps = 1 if isinstance(self.learner.objective, Pairs) else self.config.steps
-        grid = scaling.native_grid(steps)
+        grid = scaling.native_grid(self.learner.steps(self.config.steps))
         cond = None
         if classes := self.learner.classes:
             cond = Condition(label=torch.tensor([i % classes for i in indices], device=device))

@@ -1,0 +1,21 @@
+"""`stillhouse evaluate MODEL --reference DATA`: see `recipes/evaluating.py`."""
+
+from collections.abc import Sequence
+
+
+def main(words: Sequence[str]) -> None:
+    from stillhouse.cli.parse import parse
+    from stillhouse.recipes.evaluating import EvaluateRun, run
+    from stillhouse.recipes.verdicts import show
+
+    config = parse(
+        EvaluateRun(),
+        words,
+        prog="stillhouse evaluate",
+        description="Compare samples of a model, or images, with a reference.",
+        positional=("model",),
+    )
+    record = run(config)
+    if record:  # the first process
+        show(record)
+        print(f"see {config.out / 'evaluation.png'} and {config.out / 'evaluation.json'}")

@@ -1,0 +1,59 @@
+"""For people who keep their own training loop: one line that pairs noise with data."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stillhouse.couplings.assignment import BLOCK, Assignment, Cost
+from stillhouse.couplings.conditional import Conditional
+from stillhouse.process import Condition
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+def assign(
+    x: Tensors,
+    noise: Tensors,
+    labels: Tensor | Sequence[int] | None = None,
+    *,
+    mask: Tensor | None = None,
+    cost: Cost = "l2",
+    standardise: bool = False,
+    block: int = BLOCK,
+) -> Tensor:
+    """`index`, a permutation: datum i should meet noise[index[i]], in its input and in its target.
+
+        noise = torch.randn_like(latents)
+        noise = noise[stillhouse.couplings.assign(latents, noise)]   # the line to add
+
+    `x` is what noise is added to (latents after scaling), any device and dtype, or a list of
+    tensors, of which only those of one shape swap. With `labels` noise stays within its class, as
+    a model that is told the class needs it. `mask` marks the real part of padded data.
+    """
+    make = Assignment if labels is None else Conditional
+    coupling = make(cost=cost, standardise=standardise, block=block)
+    known = None if labels is None else torch.as_tensor(labels)
+    if known is not None and known.shape != (len(x),):
+        raise ValueError(f"{len(x)} data need one label each, not labels {(*known.shape,)}")
+    if isinstance(x, Tensor) and isinstance(noise, Tensor):
+        index = coupling(x, noise, Condition(label=known), mask=mask).index
+        return index.to(x.device)
+    if mask is not None:
+        raise ValueError("a mask goes with data padded to one shape, not with a list of tensors")
+    return _by_shape(coupling, list(x), list(noise), known)
+
+
+def _by_shape(
+    coupling: Assignment, x: list[Tensor], noise: list[Tensor], labels: Tensor | None
+) -> Tensor:
+    shapes: dict[torch.Size, list[int]] = defaultdict(list)
+    for row, datum in enumerate(x):
+        shapes[datum.shape].append(row)
+    index = torch.arange(len(x))
+    for rows in map(torch.tensor, shapes.values()):
+        data, pool = (torch.stack([values[row] for row in rows]) for values in (x, noise))
+        cond = Condition(label=None if labels is None else labels.cpu()[rows])
+        index[rows] = rows[coupling(data, pool, cond).index]
+    return index.to(x[0].device) if x else index

@@ -1,0 +1,1 @@
+"""Metrics: detectors, summable statistics, and distances between sets of features."""

@@ -1,0 +1,300 @@
+"""Images to be measured, from a model, a folder or a data set: uint8 batches, nothing written.
+
+Image i of a gallery is the same at any batch size and number of processes. A process is given its
+part of each round of batches, so that rounds, joined in the order of processes, give all in order.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, KeySampler, Parquet, Tars
+from stillhouse.data.loaded import Loaded
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.recipes import known_data
+from stillhouse.recipes.pictures import to_bytes
+from stillhouse.recipes.sampling import SampleRun, build_grid, count_evaluations, draw_batch
+from stillhouse.recipes.subjects import Subject
+
+
+class Shown(NamedTuple):
+    """Some images, [B, 3, H, W] in uint8, with what they should show."""
+
+    images: Tensor
+    labels: tuple[int, ...] = ()
+    text: tuple[str, ...] = ()
+
+
+class Pixels(NamedTuple):
+    """What images look like."""
+
+    size: int = 0  # side of the square; 0: as they are, which must be one square size
+    mode: Literal["rgb", "grey"] = "rgb"
+
+
+class Gallery(Protocol):
+    """Images, without saying where they come from."""
+
+    name: str
+    count: int
+    reading: str
+    """How they were made or read, in a line."""
+    size: int
+    mode: str
+    whole: bool
+    """All there is, not a part of it."""
+
+    def shares(self, here: World) -> list[int]:
+        """Sizes of this process's batches."""
+        ...
+
+    def batches(self, here: World, skip: int, step: Callable[[float], None]) -> Iterator[Shown]:
+        """This process's batches after the first `skip`; `step` is told of parts of images."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes when the images do."""
+        ...
+
+
+def colour(images: Tensor) -> Tensor:
+    """uint8, three channels: grey is repeated."""
+    pixels = to_bytes(images)
+    return pixels if pixels.shape[1] == 3 else pixels.expand(-1, 3, -1, -1)
+
+
+# ---------------------------------------------------------------- a model
+
+DEFAULT = SampleRun().model_dump(
+    mode="json", include={"grid", "guidance", "labels", "null_label", "dtype"}
+)
+
+
+class Drawn:
+    """What a model draws with a solver and a number of steps."""
+
+    whole = False
+
+    def __init__(
+        self, config: SampleRun, subject: Subject, pixels: Pixels, device: torch.device
+    ) -> None:
+        self.config, self.subject = config, subject
+        self.size, self.mode = pixels
+        self.name, self.count = config.model, config.count
+        self.grid = build_grid(config, subject, device)
+        self.evaluations = count_evaluations(config, self.grid.tolist())
+        self.reading = f"{config.solver.kind}, {config.steps} steps, seed {config.seed}"
+        if chosen := {name: value for name, value in self._settings() if value != DEFAULT[name]}:
+            self.reading += ", " + re.sub(r'[{}"]', "", json.dumps(chosen))
+
+    def _numbers(self, here: World) -> list[list[int]]:
+        """Whole batches are dealt in turn."""
+        size, step = self.config.batch, self.config.batch * here.size
+        starts = range(here.rank * size, self.count, step)
+        return [list(range(start, min(start + size, self.count))) for start in starts]
+
+    def shares(self, here: World) -> list[int]:
+        return [len(numbers) for numbers in self._numbers(here)]
+
+    def batches(self, here: World, skip: int, step: Callable[[float], None]) -> Iterator[Shown]:
+        for numbers in self._numbers(here)[skip:]:
+            share = len(numbers) / self.config.steps
+            states = draw_batch(
+                self.config,
+                self.subject,
+                self.grid,
+                numbers,
+                here.device,
+                lambda _, share=share: step(share),
+            )
+            if not bool(torch.isfinite(states).all()):
+                raise UserError(
+                    f"samples {numbers[0]} to {numbers[-1]} are not finite ({self.reading}). Are "
+                    "the weights whole? Try --dtype float32, more steps, or less guidance"
+                )
+            labels = self.subject.labels
+            chosen = tuple(labels[n % len(labels)] for n in numbers) if labels else ()
+            yield Shown(colour(self._decoded(states)), chosen)
+
+    def _decoded(self, states: Tensor) -> Tensor:
+        if self.subject.codec is None:
+            return states
+        with torch.no_grad():
+            return self.subject.codec.decode(states)
+
+    def _settings(self) -> Iterator[tuple[str, Any]]:
+        """Those that the images depend on beside solver, steps and seed."""
+        yield from self.config.model_dump(mode="json", include=set(DEFAULT)).items()
+
+    def fingerprint(self) -> str:
+        return ", ".join(self.subject.fingerprints().values())
+
+
+# ---------------------------------------------------------------- a folder or data set
+
+
+class Stored:
+    """Images that exist: `count` of them, chosen by the seed; 0 is all."""
+
+    def __init__(
+        self,
+        name: str,
+        data: DataConfig,
+        pixels: Pixels,
+        *,
+        count: int,
+        batch: int,
+        seed: int,
+        texts: Sequence[str] = (),
+    ) -> None:
+        self.name, self.batch, self.seed, self.texts = name, batch, seed, texts
+        self.images = data.source.open_indexed(data.columns)
+        if self.images.faults:
+            raise UserError(f"{name}: {self.images.faults[0]}. Repair or remove it")
+        there = len(self.images)
+        if min(there, count or there) < 2:
+            raise UserError(
+                f"one image of {name} has no spread to compare: two are the least, thousands usual"
+            )
+        if count > there:
+            raise UserError(
+                f"{name} holds {there} images, not {count}: give --count {there} or fewer "
+                "(--reference-count for a reference)"
+            )
+        if texts and len(texts) != there:
+            raise UserError(
+                f"{name} holds {there} images, but there are {len(texts)} prompts: give a line for "
+                "each image, in the order of their names"
+            )
+        self.count, self.whole = count or there, count in (0, there)
+        self.native = not pixels.size
+        self.size, self.mode = pixels.size or self._native_size(), pixels.mode
+        image = ImageConfig(size=self.size, mode=pixels.mode)
+        self.data = data.model_copy(update={"image": image})
+        how = "as they are" if self.native else f"centre crop, {image.filter}"
+        self.reading = f"{self.size} px, {self.mode}, {how}"
+
+    def _native_size(self) -> int:
+        """Of the first image; whether all are of that size is seen on the way."""
+        from stillhouse.data.faults import Corrupt
+        from stillhouse.data.rows import image_bytes
+        from stillhouse.data.transforms import array_image, decode
+
+        row = self.images.rows([0])[0]
+        try:
+            raw = image_bytes(row.image)
+            image = array_image(row.image, "rgb") if raw is None else decode(raw, "rgb")
+        except Corrupt as error:
+            raise UserError(
+                f"{self.name}: {row.where} cannot be used ({error}). Repair or remove it"
+            ) from error
+        if image.height != image.width:
+            raise UserError(
+                f"{self.name} holds images of {image.width} x {image.height}: give the side of the "
+                "square that they are cropped and resized to as --size"
+            )
+        return image.height
+
+    def _sampler(self, here: World) -> KeySampler:
+        # At least a row for each process; the last batch may leave some without.
+        batch = self.batch * here.size
+        return KeySampler(batch, 0, self.count, here.rank, here.size)
+
+    def shares(self, here: World) -> list[int]:
+        return [len(keys) for keys in self._sampler(here)]
+
+    def batches(self, here: World, skip: int, step: Callable[[float], None]) -> Iterator[Shown]:
+        batch = self.batch * here.size
+        loader = self.data.build(
+            batch=batch,
+            seed=self.seed,
+            rank=here.rank,
+            world=here.size,
+            start=skip * batch,
+            stop=self.count,
+        )
+        for item in loader:
+            self._check(item)
+            step(len(item.batch))
+            yield Shown(colour(item.batch.data), self._labels(item), self._text(item))
+
+    def _labels(self, item: Loaded) -> tuple[int, ...]:
+        labels = item.batch.condition.label if item.batch.condition else None
+        return () if labels is None else tuple(labels.tolist())
+
+    def _text(self, item: Loaded) -> tuple[str, ...]:
+        if self.texts and item.batch.ids is not None:
+            rows: list[int] = item.batch.ids.tolist()
+            return tuple(self.texts[row] for row in rows)
+        return item.text or ()
+
+    def _check(self, item: Loaded) -> None:
+        """No image is replaced or bent silently."""
+        if item.faults:
+            where, reason = item.faults[0]
+            reason = re.sub(r"; image \d+ is shown instead$", "", reason)
+            raise UserError(f"{self.name}: {where} cannot be used ({reason}). Repair or remove it")
+        assert item.frame is not None
+        sizes = item.frame.source
+        if self.native and bool((sizes != self.size).any()):
+            odd = next(s for s in sizes.tolist() if s != [self.size] * 2)
+            raise UserError(
+                f"{self.name} holds images of several sizes ({self.size} x "
+                f"{self.size} and {odd[1]} x {odd[0]}): give the side of the square "
+                "that all are cropped and resized to as --size"
+            )
+
+    def fingerprint(self) -> str:
+        return self.data.source.fingerprint()
+
+
+# ---------------------------------------------------------------- by name
+
+
+def find_data(name: str, columns: Columns) -> DataConfig | None:
+    """A known data set (cifar10, fashion:test), Parquet files, tars, or a folder of images.
+
+    None for what looks like none of them: a model, perhaps.
+    """
+    known, _, split = name.partition(":")
+    if known in known_data.HUB and split in ("", "train", "test"):
+        source = known_data.parquet(known, "test" if split == "test" else "train")
+        image, label = known_data.columns(known).image, known_data.columns(known).label
+        return DataConfig(source=source, columns=Columns(image=image, label=label))
+    if name.endswith(".parquet"):
+        return DataConfig(source=Parquet(files=(name,)), columns=columns)
+    if name.endswith(".tar"):
+        return DataConfig(source=Tars(files=(name,), streaming=False), columns=columns)
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or _is_model(folder):
+        return None
+    if any(folder.rglob("*.parquet")):
+        return DataConfig(source=Parquet(files=(name,)), columns=columns)
+    return DataConfig(source=Folder(path=name), columns=columns)
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / f).is_file() for f in ("config.json", "model_index.json", "run.json"))
+
+
+def model_folder(name: str) -> str:
+    """A training run's folder stands for the model in it."""
+    folder = Path(name).expanduser()
+    if (folder / "run.json").is_file():
+        if not (folder / "model").is_dir():
+            raise UserError(f"{name} holds no model yet: wait for its first checkpoint")
+        return str(folder / "model")
+    hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not (folder.is_dir() or hub_id or name.startswith("toy:")):
+        raise UserError(
+            f"{name} is neither a folder nor a data set: name a folder of images, a data set "
+            "(cifar10, fashion:test), Parquet files, tars, or a model (its directory, a run's "
+            "folder, or a hub id)"
+        )
+    return name
