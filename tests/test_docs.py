@@ -5,8 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from metrics.shared import SHARED, weights_folder
 
 from stillhouse.cli import main
+from stillhouse.metrics.networks import FOLDER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -57,9 +59,22 @@ def pictures(tmp_path) -> None:
             Image.new("RGB", (40 + i, 50), colour).save(tmp_path / folder / f"{i}.png")
 
 
+@pytest.fixture
+def detectors(tmp_path, monkeypatch) -> None:
+    """Where the pages' data sets and detectors are here."""
+    monkeypatch.setenv("STILLHOUSE_DATA", str(SHARED / "data"))
+    monkeypatch.setenv(FOLDER, str(SHARED / "weights"))
+    monkeypatch.setenv("STILLHOUSE_CACHE", str(tmp_path / "cache"))
+
+
+# An evaluation of few images, by a detector that needs no download. Of two, the last flag counts.
+FEW = ["--count", "8", "--reference-count", "8", "--seeds", "1"]
+SMALL = ["--detector", "resnet56-cifar10"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.name)
-def test_commands_run_in_order(page, model, pictures, monkeypatch, tmp_path):
+def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tmp_path):
     """As written, but short: few samples, and every training at its tiny scale."""
     monkeypatch.chdir(tmp_path)
     for number, command in enumerate(commands(page)):
@@ -69,14 +84,20 @@ def test_commands_run_in_order(page, model, pictures, monkeypatch, tmp_path):
             words += ["--out", out]
         if str(model) in words and "--count" not in words:
             words += ["--count", "4"]
+        if words[0] == "evaluate" or "--evaluation" in words:
+            weights_folder()  # or skip
+        if words[0] == "evaluate":
+            words += FEW + ([] if "--detector" in words else SMALL)
         if words[0] == "train" and "--scale" not in words:
             words += ["--scale", "tiny"]
+        if "--evaluation" in words:
+            words += ["--evaluation.count", "32"]
         main(words)
         if "--dry-run" in words:
             continue
         folder = Path(words[1] if words[0] == "report" else words[words.index("--out") + 1])
         left = {"sample": "record.json", "train": "model", "report": "report.html"}
-        left["export"] = "README.md"
+        left |= {"export": "README.md", "evaluate": "evaluation.json"}
         assert (folder / left[words[0]]).exists(), command
 
 

@@ -61,11 +61,14 @@ class Prefetch:
         self.close()
         raise StopIteration if item is None else item  # an error keeps its own traceback
 
-    def close(self) -> None:
-        """Ends the thread and the loader's workers. May be called twice."""
+    def close(self, patience: float | None = None) -> None:
+        """Ends the thread and the loader's workers. May be called twice.
+
+        `patience`: seconds to wait for it, where it may itself wait for a process that is gone.
+        """
         self._ended = True
         self._stop.set()
-        self._thread.join()
+        self._thread.join(patience)
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +79,7 @@ class Prefetch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(None if error is None else 5.0)
 
     # -------- in the thread
 

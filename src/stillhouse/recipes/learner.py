@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stillhouse.couplings import Coupling, Pairing
+from stillhouse.couplings.leak import Leak, LeakProbe
 from stillhouse.data import FaultLog
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World, memory_gb
 from stillhouse.objectives import Draws, LevelCurve, Loss, Objective, drop_condition, log_edges
 from stillhouse.objectives.consistency import Pairs
+from stillhouse.objectives.pairing import pair_noise
 from stillhouse.process import Batch, Condition, NetworkDenoiser
 
 NAME = "denoiser"  # of the one network
@@ -32,8 +35,11 @@ class Learner:
     faults: FaultLog
     classes: int = 0
     log_ids: bool = False
-    losses: list[Loss] = field(default_factory=list)  # since the last log line, as are the ids
+    coupling: Coupling | None = None
+    losses: list[Loss] = field(default_factory=list)  # since the last log line, as are the others
     ids: list[int] = field(default_factory=list)
+    pairings: list[tuple[Pairing, Leak]] = field(default_factory=list)
+    probe: LeakProbe = field(default_factory=LeakProbe)
 
     def modules(self) -> Mapping[str, nn.Module]:
         return {NAME: self.denoiser}
@@ -43,9 +49,14 @@ class Learner:
         return 1 if isinstance(self.objective, Pairs) else wanted
 
     def prepare(self, batch: Batch) -> Batch:
-        """What the prefetch does in advance: all that is drawn by key."""
+        """What the prefetch does in advance: all that is drawn by key, and which noise is met."""
+        label = batch.condition.label if batch.condition else None
         if self.null is not None:
             batch = drop_condition(batch, self.null, self.drop, self.draws)
+        if self.coupling is not None:
+            batch, pairing = pair_noise(batch, self.coupling, self.draws)
+            leak = Leak() if label is None else self.probe(batch.data, batch.noise, label)  # type: ignore[arg-type]
+            self.pairings.append((pairing, leak))
         return self.objective.prepare(batch, self.draws)
 
     def step(self, batch: Batch, engine: Engine) -> None:
@@ -65,6 +76,8 @@ class Learner:
         losses, self.losses = self.losses, []
         curve = sum((LevelCurve.of(loss, EDGES) for loss in losses), LevelCurve.none(EDGES))
         numbers: dict[str, Any] = {"levels": total_curve(curve, self.world).as_lists()}
+        if self.coupling is not None:
+            numbers |= self.report_coupling()
         numbers["memory_gb"] = max(self.world.gather(memory_gb(self.world.device)))
         found = [str(fault) for share in self.world.gather(self.faults.new()) for fault in share]
         if found:
@@ -72,6 +85,22 @@ class Learner:
         if self.log_ids:
             ids, self.ids = self.ids, []
             numbers["ids"] = [i for share in self.world.gather(ids) for i in share]
+        return numbers
+
+    def report_coupling(self) -> dict[str, float]:
+        """Of the batches paired since the last line, which may be ahead of those trained on."""
+        found, self.pairings = self.pairings, []
+        rows = [
+            (p.cost_before, p.cost_after, p.seconds, 1.0, leak.right, leak.by_chance, leak.asked)
+            for p, leak in found
+        ]
+        total = torch.tensor(rows, dtype=torch.float64).reshape(-1, 7).sum(0)
+        before, after, seconds, count, right, chance, asked = self.world.sum(total).tolist()
+        if not count:
+            return {}
+        numbers = {"coupling/reduction": 1 - after / before, "coupling/seconds": seconds / count}
+        if asked:
+            numbers |= {"coupling/leak": right / asked, "coupling/chance": chance / asked}
         return numbers
 
 

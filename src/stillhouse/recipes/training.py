@@ -22,6 +22,9 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError
 
 from stillhouse import __version__
+from stillhouse.couplings import Coupling
+from stillhouse.couplings.configs import CouplingConfig, IndependentConfig
+from stillhouse.couplings.pooled import GroupExchange, Pooled
 from stillhouse.data import DataConfig, Loader, PointsConfig, Prefetch
 from stillhouse.engine.checkpoints import CheckpointStore, Found
 from stillhouse.engine.ema import HalfLife, Profile
@@ -31,7 +34,7 @@ from stillhouse.engine.sharding import Spread
 from stillhouse.engine.terminal import Terminal
 from stillhouse.engine.trackers import TrackersConfig
 from stillhouse.engine.updates import NetworkConfig
-from stillhouse.engine.world import World, world
+from stillhouse.engine.world import WORK, World, gloo_group, world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.models import DiffusersNetwork
@@ -68,6 +71,7 @@ class TrainRun(LoopConfig):
     network: NetworkChoice = UNet()
     process: ProcessConfig = Edm()
     objective: ObjectiveConfig = DenoisingConfig()
+    coupling: CouplingConfig = IndependentConfig()
     drop: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of labels that are replaced by none, for classifier-free guidance."""
     optim: Optimiser = AdamW()
@@ -156,6 +160,8 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
         feed = stack.enter_context(Prefetch(loader, learner.prepare))
         with stopping(engine, caught):
             engine.run(feed, opening(here, loader, found))
+        if isinstance(learner.coupling, Pooled):  # before the prefetch, which may wait in it
+            learner.coupling.close(lambda step: max(here.gather(step)))
         if engine.stopped:
             build_exporter(config, learner)(engine)
     return engine.images
@@ -203,7 +209,16 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
         loader.log,
         classes,
         config.log_ids,
+        build_coupling(config, here),
     )
+
+
+def build_coupling(config: TrainRun, here: World) -> Coupling | None:
+    """None where noise is independent. A pool over processes talks in a group of its own."""
+    if isinstance(config.coupling, IndependentConfig):
+        return None
+    shared = config.coupling.pooled and here.size > 1
+    return config.coupling.build(GroupExchange(gloo_group(WORK)) if shared else None)
 
 
 def build_trackers(config: TrainRun, stack: ExitStack) -> list[Tracker]:

@@ -172,7 +172,18 @@ def draw(record: Record, target: Path) -> None:
     plt.close(figure)
 
 
+def _apart(ticks: Sequence[int]) -> list[int]:
+    """Those that leave room for their numbers on a logarithmic axis."""
+    kept = list(ticks[:1])
+    for tick in ticks[1:]:
+        if tick >= 1.25 * kept[-1]:
+            kept.append(tick)
+    return kept
+
+
 def _curves(axis: Any, record: Record, name: str) -> None:
+    from matplotlib import ticker as plain
+
     solvers = dict.fromkeys(row["solver"] for row in record["settings"])
     for solver, colour in zip(solvers, COLOURS * 3, strict=False):
         rows = sorted(
@@ -184,10 +195,15 @@ def _curves(axis: Any, record: Record, name: str) -> None:
         error = [spread(row["values"][name]) or 0.0 for row in rows]
         axis.errorbar(cost, mean, error, color=colour, marker="o", ms=3, lw=1.3, label=solver)
     values = [v for row in record["settings"] for v in row["values"][name]]
-    axis.set(xscale="log", yscale="log" if min(values) > 0 else "linear")
-    ticks = sorted({row["evaluations"] for row in record["settings"]})
-    axis.set_xticks(ticks, [str(t) for t in ticks], rotation=90)
+    axis.set_xscale("log")
+    ticks = _apart(sorted({row["evaluations"] for row in record["settings"]}))
+    axis.set_xticks(ticks, [str(t) for t in ticks])
+    if min(values) > 0 and max(values) > 2 * min(values):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(plain.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(plain.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.minorticks_off()
+    axis.grid(color="#e6e9ed", lw=0.6)
     axis.set_xlabel("evaluations", fontsize=8)
     choice = record["recommended"]
     if choice and choice["metric"] == name:
