@@ -85,7 +85,7 @@ def overhead(count: int, steps: int, quick: bool) -> dict[str, Any]:
                 bench.detector(shown.images)
 
         rounds = 2 if quick else ROUNDS
-        seconds = alternately({"ours": ours, "bare": bare}, repeats=rounds)
+        seconds = alternately({"ours": ours, "bare": bare}, repeats=rounds, warmup=0)
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["bare"], strict=True)]
     return {
         "overhead": round(statistics.median(ratios), 4),

@@ -1,0 +1,113 @@
+"""Couplings in a run: logged, resumed to the bit, and one pool over processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from data.pictures import write_shards
+from recipes.test_training import TINY, final_tensors
+
+from stillhouse.couplings.configs import AssignmentConfig, ConditionalConfig, NearestConfig
+from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet
+from stillhouse.engine.ema import HalfLife
+from stillhouse.engine.trackers import read_log
+from stillhouse.recipes.processes import Edm
+from stillhouse.recipes.training import TrainRun, run
+from stillhouse.recipes.watching import Preview
+
+
+@pytest.fixture
+def config(tmp_path) -> TrainRun:
+    files = (write_shards(tmp_path / "data", "parquet", [20, 20]),)
+    return TrainRun(
+        data=DataConfig(
+            source=Parquet(files=files),
+            columns=Columns(label="label"),
+            image=ImageConfig(size=8),
+        ),
+        classes=5,
+        network=TINY,
+        process=Edm(),
+        images=64,
+        batch=16,
+        averages=(HalfLife(images=100),),
+        log_every=16,
+        checkpoint_every=32,
+        preview=Preview(every=64, count=2, steps=2),
+        coupling=AssignmentConfig(),
+        out=tmp_path / "run",
+    )
+
+
+def changed(config: TrainRun, **changes) -> TrainRun:
+    return config.model_copy(update=changes)
+
+
+def numbers(config: TrainRun, name: str) -> list[float]:
+    return [line[name] for line in read_log(config.out / "log.jsonl") if name in line]
+
+
+@pytest.mark.parametrize(
+    "coupling", [AssignmentConfig(), NearestConfig(k=4), ConditionalConfig(mode="soft")]
+)
+def test_a_coupling_is_logged(config, coupling):
+    here = changed(config, coupling=coupling)
+    run(here)
+    assert all(r > 0 for r in numbers(here, "coupling/reduction"))
+    assert all(0 <= leak <= 1 for leak in numbers(here, "coupling/leak"))
+    assert len(numbers(here, "coupling/seconds")) == 4
+
+
+def test_independent_noise_logs_nothing_and_trains_otherwise(config, tmp_path):
+    run(config)
+    plain = changed(config, out=tmp_path / "plain", coupling=TrainRun().coupling)
+    run(plain)
+    assert numbers(plain, "coupling/reduction") == []
+    assert numbers(plain, "denoiser/loss") != numbers(config, "denoiser/loss")
+
+
+@pytest.mark.parametrize("coupling", [AssignmentConfig(), NearestConfig()])
+def test_a_resumed_run_meets_the_same_noise(config, tmp_path, coupling):
+    whole = changed(config, coupling=coupling, out=tmp_path / "whole")
+    run(whole)
+    parts = changed(whole, out=tmp_path / "parts")
+    run(changed(parts, images=32))
+    run(parts)
+    first, second = (final_tensors(c.out, 64) for c in (whole, parts))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert numbers(whole, "denoiser/loss") == numbers(parts, "denoiser/loss")
+
+
+@pytest.mark.slow
+def test_one_pool_over_two_processes_is_that_of_one(config, tmp_path):
+    pool = AssignmentConfig(pool="global")
+    alone = changed(config, coupling=pool, out=tmp_path / "alone")
+    run(alone)
+    both = changed(alone, out=tmp_path / "both")
+    file = tmp_path / "both.json"
+    file.write_text(json.dumps(both.model_dump(mode="json")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "stillhouse", "train", str(file)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [numbers(c, "denoiser/loss") for c in (alone, both)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    reductions = [numbers(c, "coupling/reduction") for c in (alone, both)]
+    assert reductions[1] == pytest.approx(reductions[0], rel=1e-6)
+
+
+def test_the_same_noise_for_another_coupling_is_another_run(config):
+    from stillhouse.errors import UserError
+
+    run(config)
+    with pytest.raises(UserError, match=r"coupling\.kind: assignment -> nearest"):
+        run(changed(config, coupling=NearestConfig()))
