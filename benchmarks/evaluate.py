@@ -32,22 +32,24 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 HERE = World(0, 1, torch.device("cpu"))
 COUNT, STEPS, ROUNDS = 2048, 10, 3
-REFERENCE = 4000  # images
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small and few: shows that it works")
     parser.add_argument("--peak", type=int, default=0, help="evaluate so many; print the peak")
+    parser.add_argument("--reference", type=int, default=4000, help="images of the reference")
     options = parser.parse_args()
     if options.peak:
         with tempfile.TemporaryDirectory() as folder:
-            run(configure(Path(folder), options.peak, steps=1))
+            run(configure(Path(folder), options.peak, 1, options.reference))
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return
     quick = options.quick
-    result = {"quick": quick, **overhead(64 if quick else COUNT, 2 if quick else STEPS, quick)}
-    result |= memory(*((64, 128) if quick else (2000, 10_000)))
+    reference = 64 if quick else options.reference
+    size = (16, 2, reference, 1) if quick else (COUNT, STEPS, reference, ROUNDS)
+    result = {"quick": quick, **overhead(*size)}
+    result |= memory(*((16, 32) if quick else (2000, 10_000)), reference)
     result |= {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if not quick:
         RESULTS.mkdir(exist_ok=True)
@@ -55,11 +57,11 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def configure(out: Path, count: int, steps: int) -> EvaluateRun:
+def configure(out: Path, count: int, steps: int, reference: int) -> EvaluateRun:
     return EvaluateRun(
         model=str(ROOT / "reference" / "fashion"),
         reference="fashion:test",
-        reference_count=REFERENCE,
+        reference_count=reference,
         detector=MobileNetV2Config(),
         metrics=("fid", "kid", "prdc"),
         count=count,
@@ -69,9 +71,9 @@ def configure(out: Path, count: int, steps: int) -> EvaluateRun:
     )
 
 
-def overhead(count: int, steps: int, quick: bool) -> dict[str, Any]:
+def overhead(count: int, steps: int, reference: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="stillhouse-evaluate-") as folder:
-        config = configure(Path(folder), count, steps)
+        config = configure(Path(folder), count, steps, reference)
         evaluate(config, HERE)  # fills the cache, warms up
         bench = Bench(config, HERE, config.detector.build("cpu"))
         gallery = bench.gallery(Setting(config.solvers[0], steps), 0)
@@ -84,7 +86,6 @@ def overhead(count: int, steps: int, quick: bool) -> dict[str, Any]:
             for shown in gallery.batches(HERE, 0, lambda _: None):
                 bench.detector(shown.images)
 
-        rounds = 2 if quick else ROUNDS
         seconds = alternately({"ours": ours, "bare": bare}, repeats=rounds, warmup=0)
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["bare"], strict=True)]
     return {
@@ -96,9 +97,9 @@ def overhead(count: int, steps: int, quick: bool) -> dict[str, Any]:
     }
 
 
-def memory(few: int, many: int) -> dict[str, Any]:
+def memory(few: int, many: int, reference: int) -> dict[str, Any]:
     """Each in a process of its own, with the reference in the cache."""
-    peaks = [peak(count) for count in (few, many)]
+    peaks = [peak(count, reference) for count in (few, many)]
     return {
         "memory_ratio": round(peaks[1] / peaks[0], 4),
         "peak_mb": [round(p) for p in peaks],
@@ -106,8 +107,8 @@ def memory(few: int, many: int) -> dict[str, Any]:
     }
 
 
-def peak(count: int) -> float:
-    command = [sys.executable, __file__, "--peak", str(count)]
+def peak(count: int, reference: int) -> float:
+    command = [sys.executable, __file__, "--peak", str(count), "--reference", str(reference)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.split()[-1])
 

@@ -2,11 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 def alternately(
-    arms: dict[str, Callable[[], object]], *, repeats: int, warmup: int = 1
+    arms: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 1
 ) -> dict[str, list[float]]:
     """Seconds of each arm, round after round; the order turns round by round."""
     names = list(arms)

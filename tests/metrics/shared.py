@@ -18,6 +18,8 @@ SHARED = Path(__file__).parents[3] / "shared"
 
 def _folder(path: Path) -> Path:
     if not path.is_dir():
+        if os.environ.get("CI"):
+            pytest.fail(f"{path} is missing, and CI has it")
         pytest.skip(f"{path} is not on this machine")
     return path
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from metrics.shared import weights_folder
 from PIL import Image
 from recipes.test_sampling import save_unet
 
+from stillhouse.data import Columns
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.metrics.detectors import Output, ResNet56Config
@@ -26,7 +28,7 @@ from stillhouse.metrics.neighbours import prdc
 from stillhouse.metrics.references import load_reference
 from stillhouse.recipes import verdicts
 from stillhouse.recipes.evaluating import EvaluateRun, run
-from stillhouse.recipes.extraction import collect, first_images
+from stillhouse.recipes.extraction import Collected, collect, first_images
 from stillhouse.recipes.galleries import Shown
 from stillhouse.recipes.measures import METRICS
 
@@ -98,6 +100,9 @@ def test_a_folder_against_a_folder_is_what_the_metrics_say(config, real, place):
     kernel = polynomial_mmd(a.features, b.features)
     assert values["KD-ResNet56"] == pytest.approx(kernel, rel=1e-4)
     assert record["floor_count"] == 30
+    kept = load_reference(next(config.cache.glob("*.safetensors"))).features
+    parts = [Moments.of(kept[:30]), Moments.of(kept[30:])]
+    assert record["floor"]["FD-ResNet56"] == pytest.approx(frechet_distance(*parts), rel=1e-6)
     assert set(record["floor"]) == set(values) - {"class score ResNet56"}
     assert record["reference"]["count"] == 60
     assert record["detector"]["digest"] == detector.digest
@@ -270,6 +275,50 @@ def test_a_changed_reference_is_refused_until_refreshed(config, unet, tmp_path):
     assert before.facts.content != after.facts.content
 
 
+def test_other_columns_are_another_reference(config, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = [sorted(write_images(tmp_path / c, 20, seed=n).iterdir()) for n, c in enumerate("ab")]
+    columns = {c: [f.read_bytes() for f in found] for c, found in zip("ab", files, strict=True)}
+    pq.write_table(pa.table(columns), tmp_path / "both.parquet")
+    records = [
+        run(
+            changed(
+                config,
+                model=str(tmp_path / "a"),
+                reference=str(tmp_path / "both.parquet"),
+                columns=Columns(image=column),
+                count=20,
+                metrics=("fid",),
+                out=tmp_path / f"out-{column}",
+            )
+        )
+        for column in "ab"
+    ]
+    distances = [r["settings"][0]["values"]["FD-ResNet56"][0] for r in records]
+    assert distances[0] < 1e-6 < distances[1]
+
+
+def test_another_batch_size_does_not_adopt_other_images(tmp_path):
+    """Image 4 to 7 in the second process's first batch are not images 8 to 11."""
+    slow = Slow()
+    before = Collected(tmp_path, "part", slow)
+    line = {"images": [4, 8], "digest": "0", "text": ()}
+    before.add(slow(torch.zeros(4, 3, 8, 8, dtype=torch.uint8)), line)
+    before.bank.close()
+    again = Collected(tmp_path, "part", slow)
+    assert again.resume([range(8, 12)]) == 0
+    assert len(again.bank) == 0
+
+
+def test_floors_of_fewer_rows_are_others(config, unet, tmp_path):
+    small = changed(config, model=str(unet), steps=(1,), metrics=("fid",))
+    whole = run(small)
+    part = run(changed(small, kept=20, out=tmp_path / "part"))
+    assert (whole["floor_count"], part["floor_count"]) == (30, 10)
+
+
 # ---------------------------------------------------------------- overlap
 
 
@@ -287,8 +336,8 @@ class Slow:
         with self.lock:
             self.events.append(event)
 
-    def shares(self, here: World) -> list[int]:
-        return [4] * 6
+    def shares(self, here: World) -> list[range]:
+        return [range(4 * number, 4 * number + 4) for number in range(6)]
 
     def fingerprint(self) -> str:
         return ""
@@ -362,6 +411,21 @@ def test_a_sweep_has_a_row_per_setting_and_a_picture(config, unet, capsys):
     assert "heun, 2 steps" in shown
     assert "cheapest within 5% of the best KD-ResNet56" in " ".join(shown.split())
     assert Image.open(config.out / "evaluation.png").width > 400
+
+
+def test_the_published_sweep_is_as_the_page_says():
+    docs = Path(__file__).parents[2] / "docs"
+    record = json.loads((docs / "figures" / "sweep.json").read_text())
+    choice = verdicts.cheapest(record)
+    assert choice == record["recommended"]
+    assert (choice["solver"], choice["steps"]) == ("euler", 20)
+    assert "Euler with 20 steps" in (docs / "evaluate.md").read_text()
+    kernel = {
+        (r["solver"], r["evaluations"]): fmean(r["values"]["KD-MobileNetV2"])
+        for r in record["settings"]
+    }
+    for evaluations in (4, 5, 8, 10):
+        assert kernel["euler", evaluations] < kernel["dpmpp-3m", evaluations]
 
 
 def test_every_metric_is_in_the_table_of_its_module():

@@ -61,6 +61,11 @@ class Prefetch:
         self.close()
         raise StopIteration if item is None else item  # an error keeps its own traceback
 
+    @property
+    def full(self) -> bool:
+        """Whether as many batches are ready as are kept ready."""
+        return self._ready.full()
+
     def close(self, patience: float | None = None) -> None:
         """Ends the thread and the loader's workers. May be called twice.
 

@@ -24,7 +24,9 @@ class SentenceEncoder:
         loaded = load_pretrained(BertModel, "bert", name)
         self.model, self.digest, self.device = loaded.model.to(device), loaded.digest, device
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(loaded.folder, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                loaded.folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # whatever its backend raises
             raise UserError(
                 f"the tokenizer in {loaded.folder} cannot be read ({one_line(error)})"

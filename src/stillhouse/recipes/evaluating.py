@@ -6,6 +6,7 @@
 Running the same command again goes on where it stopped; more seeds, solvers or steps add to it.
 """
 
+import hashlib
 import json
 import time
 from contextlib import AbstractContextManager, ExitStack
@@ -26,6 +27,7 @@ from stillhouse.metrics.detectors import Detector, DetectorConfig, InceptionConf
 from stillhouse.metrics.moments import Moments
 from stillhouse.metrics.references import Reference
 from stillhouse.recipes import verdicts
+from stillhouse.recipes.captions import read_prompts, text_encoder
 from stillhouse.recipes.claims import claimed
 from stillhouse.recipes.extraction import Collected, collect, count_classes, first_images
 from stillhouse.recipes.galleries import Drawn, Gallery, Pixels, Stored, find_data, model_folder
@@ -135,6 +137,8 @@ def check(config: EvaluateRun) -> None:
             "name what is measured and what it is compared with: stillhouse evaluate MODEL "
             "--reference DATA"
         )
+    if config.prompts and find_data(config.model, config.columns) is None:
+        raise UserError("--prompts are captions of images that exist: name their folder")
     if config.count < 2 or config.reference_count == 1:
         raise UserError(
             "one image has no spread to compare: a count of 2 is the least, 10000 usual"
@@ -240,7 +244,7 @@ class Bench:
         data = find_data(name, config.columns)
         if data is not None:
             return Stored(name, data, self.pixels, count=count, batch=config.batch, seed=0)
-        subject, setting = self._load(name), Setting(config.solvers[0], config.steps[0])
+        subject, setting = self._load(name), Setting(config.solvers[0], max(config.steps))
         pixels = self._pixels(subject)
         return self._drawn(subject, pixels, setting, REFERENCE_SEED, count or config.count)
 
@@ -251,14 +255,17 @@ class Bench:
         for part in ("results", "parts"):
             make_folder(self.config.out / part, "choose another --out")
         facts = reference.facts.model_dump(include=COMPARED)
+        captions = hashlib.sha256(repr(read_prompts(self.config.prompts)).encode()).hexdigest()
         seen = {"what is measured": self.fingerprint(), "the reference": facts}
+        seen |= {"captions": captions}
         return claimed(self.config.out, self.config.model_dump(mode="json"), seen, FREE)
 
     def rehearse(self, reference: Reference) -> None:
         """What a metric refuses, it refuses before anything is drawn."""
         config, classes = self.config, count_classes(self.detector)
         captioned = self.data is not None and bool(config.prompts or config.columns.text)
-        encoder = text_encoder(config, self.detector)
+        encoder = text_encoder(config.text_encoder, self.detector)
+        joint = getattr(self.detector, "encode_text", None)
         stand_ins = Evidence(
             detector=self.detector.name,
             samples=STAND_INS[: config.count],
@@ -269,6 +276,7 @@ class Bench:
             texts=["a"] * len(STAND_INS[: config.count]) if captioned else (),
             reference_texts=reference.texts[: len(STAND_INS)],
             encode_text=encoder and (lambda texts: STAND_INS[: len(texts)]),
+            joint_text=joint and (lambda texts: STAND_INS[: len(texts)]),
             images=(torch.zeros(2, 3, 64, 64, dtype=torch.uint8), [0, 0]),
         )
         measure(config.metrics, stand_ins)
@@ -297,7 +305,10 @@ class Bench:
                 f"{gallery.name} has images of {gallery.size} pixels, the reference of "
                 f"{reference.facts.size}: give --size, and both are cropped and resized to it"
             )
-        label, total = f"{gallery.name} ({gallery.reading})", sum(gallery.shares(self.here))
+        label, total = (
+            f"{gallery.name} ({gallery.reading})",
+            sum(map(len, gallery.shares(self.here))),
+        )
         with progress_bar(label, total, "images", shown=self.here.rank == 0) as advance:
             found = collect(gallery, self.detector, self.here, self.parts, name, advance)
         images = first_images(gallery, self.here, PERCEIVED) if self.perceives else None
@@ -310,6 +321,7 @@ class Bench:
                 "content": found.content,
             }
             write_whole(file, json.dumps(done, indent=2).encode())
+        self.here.barrier()
         found.remove()
         return done
 
@@ -328,7 +340,8 @@ class Bench:
             logits=found.logits,
             texts=found.texts,
             reference_texts=reference.texts,
-            encode_text=text_encoder(self.config, self.detector),
+            encode_text=text_encoder(self.config.text_encoder, self.detector),
+            joint_text=getattr(self.detector, "encode_text", None),
             images=images,
         )
 
@@ -372,28 +385,6 @@ def setting_record(setting: Setting, found: list[dict[str, Any]]) -> dict[str, A
         "values": {name: [one["values"][name] for one in found] for name in names},
         "seconds": [one["seconds"] for one in found],
     }
-
-
-# ---------------------------------------------------------------- text and perception
-
-
-def read_prompts(name: str) -> tuple[str, ...]:
-    """The lines of a file."""
-    if not name:
-        return ()
-    try:
-        return tuple(Path(name).expanduser().read_text().splitlines())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name} cannot be read as a list of prompts ({error})") from error
-
-
-def text_encoder(config: EvaluateRun, detector: Detector) -> Any:
-    """CLIP reads text itself; others need a sentence encoder."""
-    if not config.text_encoder:
-        return getattr(detector, "encode_text", None)
-    from stillhouse.metrics.text import SentenceEncoder
-
-    return SentenceEncoder(config.text_encoder)
 
 
 __all__ = ["EvaluateRun", "run"]

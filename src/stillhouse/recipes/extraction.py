@@ -74,6 +74,7 @@ class Collected:
     def __init__(self, folder: Path, name: str, detector: Detector) -> None:
         self.dims, self.files = detector.dims, (folder / f"{name}.f32", folder / f"{name}.jsonl")
         self.classes = count_classes(detector)
+        self.sources: list[Collected] = []  # what this was joined from
         self.bank = Bank(self.files[0], self.dims + self.classes)
         self.ledger = Ledger(self.files[1])
 
@@ -98,13 +99,14 @@ class Collected:
     def moments(self) -> Moments:
         return Moments.of(self.features)
 
-    def resume(self, shares: Sequence[int]) -> int:
-        """Keeps whole batches only; returns how many there are."""
+    def resume(self, shares: Sequence[range]) -> int:
+        """Keeps whole batches only, of the images they should be; returns how many there are."""
         done = rows = 0
         for share, line in zip(shares, self.ledger.lines, strict=False):
-            if line.get("rows") != share or rows + share > len(self.bank):  # another batch size
+            same = line.get("images") == [share.start, share.stop]  # not with another batch size
+            if not same or rows + len(share) > len(self.bank):
                 break
-            done, rows = done + 1, rows + share
+            done, rows = done + 1, rows + len(share)
         self.bank.cut(rows)
         self.ledger.cut(done)
         return done
@@ -116,6 +118,8 @@ class Collected:
         self.ledger.add(line)
 
     def remove(self) -> None:
+        for source in self.sources:
+            source.remove()
         self.bank.close()
         for file in self.files:
             with suppress(FileNotFoundError):
@@ -141,12 +145,14 @@ def collect(
 ) -> Collected:
     """All features of a gallery at the first process, in the gallery's order; none at others."""
     mine = Collected(folder, f"{name}-{here.rank}-of-{here.size}", detector)
-    skip = mine.resume(gallery.shares(here))
+    shares = gallery.shares(here)
+    skip = mine.resume(shares)
     advance(len(mine.bank))
     try:
-        for shown, found in looked_at(gallery.batches(here, skip, advance), detector):
+        batches = looked_at(gallery.batches(here, skip, advance), detector)
+        for share, (shown, found) in zip(shares[skip:], batches, strict=True):
             _check(found, detector, gallery)
-            line = {"rows": len(shown.images), "digest": pixel_digest(shown.images)}
+            line = {"images": [share.start, share.stop], "digest": pixel_digest(shown.images)}
             mine.add(found, line | {"text": shown.text})
     except UserError:  # whatever mends it changes what is measured
         mine.remove()
@@ -155,8 +161,8 @@ def collect(
         return mine
     joined = Collected(folder, f"{name}-joined-{here.rank}", detector)
     joined.resume([])
-    join(mine, joined, gallery.shares(here), here)
-    mine.remove()
+    join(mine, joined, shares, here)
+    joined.sources.append(mine)  # until a result is written: a kill must not cost it
     return joined
 
 
@@ -204,11 +210,11 @@ def pixel_digest(images: Tensor) -> str:
     return f"{sum(int.from_bytes(d, 'big') for d in digests) % DIGEST:032x}"
 
 
-def join(mine: Collected, joined: Collected, shares: Sequence[int], here: World) -> None:
+def join(mine: Collected, joined: Collected, shares: Sequence[range], here: World) -> None:
     """Every process's rows at the first one, round by round."""
     at = 0
     for number in range(int(max(here.gather(len(shares))))):
-        share = shares[number] if number < len(shares) else 0
+        share = len(shares[number]) if number < len(shares) else 0
         line = mine.ledger.lines[number] if share else None
         for rows, found in here.collect((mine.bank[at : at + share], line)):
             if found is not None:

@@ -50,8 +50,8 @@ class Gallery(Protocol):
     whole: bool
     """All there is, not a part of it."""
 
-    def shares(self, here: World) -> list[int]:
-        """Sizes of this process's batches."""
+    def shares(self, here: World) -> list[range]:
+        """The numbers of the images in each of this process's batches."""
         ...
 
     def batches(self, here: World, skip: int, step: Callable[[float], None]) -> Iterator[Shown]:
@@ -93,17 +93,14 @@ class Drawn:
         if chosen := {name: value for name, value in self._settings() if value != DEFAULT[name]}:
             self.reading += ", " + re.sub(r'[{}"]', "", json.dumps(chosen))
 
-    def _numbers(self, here: World) -> list[list[int]]:
+    def shares(self, here: World) -> list[range]:
         """Whole batches are dealt in turn."""
         size, step = self.config.batch, self.config.batch * here.size
         starts = range(here.rank * size, self.count, step)
-        return [list(range(start, min(start + size, self.count))) for start in starts]
-
-    def shares(self, here: World) -> list[int]:
-        return [len(numbers) for numbers in self._numbers(here)]
+        return [range(start, min(start + size, self.count)) for start in starts]
 
     def batches(self, here: World, skip: int, step: Callable[[float], None]) -> Iterator[Shown]:
-        for numbers in self._numbers(here)[skip:]:
+        for numbers in map(list, self.shares(here)[skip:]):
             share = len(numbers) / self.config.steps
             states = draw_batch(
                 self.config,
@@ -178,7 +175,8 @@ class Stored:
         image = ImageConfig(size=self.size, mode=pixels.mode)
         self.data = data.model_copy(update={"image": image})
         how = "as they are" if self.native else f"centre crop, {image.filter}"
-        self.reading = f"{self.size} px, {self.mode}, {how}"
+        read = [f"{role} {name!r}" for role, name in _named(data.columns)]
+        self.reading = ", ".join([f"{self.size} px, {self.mode}, {how}", *read])
 
     def _native_size(self) -> int:
         """Of the first image; whether all are of that size is seen on the way."""
@@ -206,8 +204,8 @@ class Stored:
         batch = self.batch * here.size
         return KeySampler(batch, 0, self.count, here.rank, here.size)
 
-    def shares(self, here: World) -> list[int]:
-        return [len(keys) for keys in self._sampler(here)]
+    def shares(self, here: World) -> list[range]:
+        return list(self._sampler(here))
 
     def batches(self, here: World, skip: int, step: Callable[[float], None]) -> Iterator[Shown]:
         batch = self.batch * here.size
@@ -254,6 +252,14 @@ class Stored:
         return self.data.source.fingerprint()
 
 
+def _named(columns: Columns) -> Iterator[tuple[str, str]]:
+    """Columns that are not the usual ones: other columns are other images, or other captions."""
+    if columns.image != Columns().image:
+        yield "images", columns.image
+    if columns.text:
+        yield "captions", columns.text
+
+
 # ---------------------------------------------------------------- by name
 
 
@@ -276,7 +282,9 @@ def find_data(name: str, columns: Columns) -> DataConfig | None:
         return None
     if any(folder.rglob("*.parquet")):
         return DataConfig(source=Parquet(files=(name,)), columns=columns)
-    return DataConfig(source=Folder(path=name), columns=columns)
+    # A folder's images have no column of their own name, and captions only where a file says so.
+    text = columns.text if any(folder.rglob("metadata.*")) else ""
+    return DataConfig(source=Folder(path=name), columns=Columns(text=text))
 
 
 def _is_model(folder: Path) -> bool:

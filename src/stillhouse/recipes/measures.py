@@ -52,6 +52,8 @@ class Evidence:
     texts: Sequence[str] = ()
     reference_texts: Sequence[str] = ()
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
+    joint_text: Callable[[Sequence[str]], Tensor] | None = None
+    """The detector's own, into the space of the images; any other is no CLIP score."""
     images: tuple[Tensor, Sequence[int]] | None = None
     """Some of the samples themselves, uint8, with their labels."""
 
@@ -111,10 +113,11 @@ def _lpips(seen: Evidence) -> Values:
 
 
 def _clip_score(seen: Evidence) -> Values:
-    if seen.encode_text is None or not seen.texts:
+    if seen.joint_text is None or not seen.texts:
         raise UserError("clip-score needs --detector clip and captions: see --columns.text")
-    scores = clip_score(seen.samples[:], seen.encode_text(seen.texts))
-    return {"CLIP score": float(scores.mean())}
+    scores = clip_score(seen.samples[:], seen.joint_text(seen.texts))
+    name = "CLIP score" if seen.detector == "CLIP" else f"CLIP score, {seen.detector}"
+    return {name: float(scores.mean())}
 
 
 def _retrieval(seen: Evidence) -> Values:

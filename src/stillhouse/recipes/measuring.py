@@ -143,7 +143,7 @@ class Evaluator:
                 tuple(range(self.learner.classes)),
             )
             gallery = Together(self.sampling(), subject, self.pixels, here.device)
-            total = sum(gallery.shares(here))
+            total = sum(map(len, gallery.shares(here)))
             with progress_bar("evaluation", total, "images", shown=shown) as advance:
                 found = collect(gallery, self.detector, here, folder, "samples", advance)
         return found, finite.spoilt
@@ -182,6 +182,7 @@ class Evaluator:
             "count": config.count,
             "dims": self.detector.dims,
             "detector": {"name": self.detector.name},
+            "reference": {"count": facts.count},
             "expected_of_a_perfect_model": base.expected,
         }
         return {

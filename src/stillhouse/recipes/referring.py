@@ -95,7 +95,7 @@ class Library:
         with ExitStack() as stack:
             here.first(lambda: make_folder(parts))
             here.first(lambda: stack.enter_context(locked(parts, "choose another --cache")))
-            total = sum(gallery.shares(here))
+            total = sum(map(len, gallery.shares(here)))
             with progress_bar(label, total, "images", shown=here.rank == 0) as advance:
                 found = collect(gallery, self.detector, here, parts, "features", advance)
             self._store(found, facts, file)
@@ -155,7 +155,8 @@ def baseline(
 ) -> Baseline:
     """Computed once for a reference and a count where there is a folder to keep it."""
     facts = reference.facts.model_dump_json()
-    key = hashlib.sha256(f"{facts} {sorted(metrics)} {count}".encode()).hexdigest()[:16]
+    kept = len(reference.features)
+    key = hashlib.sha256(f"{facts} {kept} {sorted(metrics)} {count}".encode()).hexdigest()[:16]
     file = folder.expanduser() / f"baseline-{key}.json" if folder else None
     if file and file.is_file():
         return Baseline(**json.loads(file.read_text()))

@@ -13,6 +13,7 @@ from stillhouse.recipes.pictures import pyplot
 
 Record = Mapping[str, Any]
 COLOURS = ("#1d5b8f", "#d1862f", "#4a8f3c", "#8e5ea2", "#b03a48", "#5b6b7b")
+PUBLISHED = ("Inception", "DINOv2", "CLIP")  # detectors with numbers to compare with
 BEFORE_TRUST = 10  # samples per dimension below which a Fréchet distance is mostly bias
 
 
@@ -72,8 +73,8 @@ def warnings(record: Record) -> list[str]:
 
 
 def caveats(record: Record) -> list[str]:
-    """What follows from the count and the detector."""
-    found = []
+    """What follows from the counts and the detector."""
+    found, name = [], record["detector"]["name"]
     count, dims, bias = record["count"], record["dims"], record["expected_of_a_perfect_model"]
     if bias is not None and count < BEFORE_TRUST * dims:
         found.append(
@@ -81,10 +82,16 @@ def caveats(record: Record) -> list[str]:
             f"of about {bias:.3g} (if features were Gaussian). Compare at the same count only, or "
             "look at the kernel distance"
         )
-    if record["detector"]["name"] != "Inception":
+    known = record["reference"]["count"]
+    if bias is not None and known < BEFORE_TRUST * dims:
         found.append(
-            f"features are {record['detector']['name']}'s: these distances are not FID or KID and "
-            "do not compare with published ones"
+            f"the reference has {known} images for {dims} dimensions: what it lacks itself is in "
+            "every Fréchet distance from it, and not in the estimate above"
+        )
+    if name not in PUBLISHED:
+        found.append(
+            f"features are {name}'s: these distances are not FID or KID and do not compare with "
+            "published ones"
         )
     return found
 
