@@ -31,7 +31,7 @@ from stillhouse.recipes.evaluating import Bench, EvaluateRun, Setting, evaluate,
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 HERE = World(0, 1, torch.device("cpu"))
-COUNT, STEPS, ROUNDS = 2048, 10, 3
+COUNT, STEPS, ROUNDS = 1024, 8, 3
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def test_sets_of_few_images(k):
     prdc(enough, noise(k + 1, seed=1), k=k)
     with pytest.raises(UserError, match=f"the samples have {k}: raise the count"):
         prdc(enough, noise(k), k=k)
-    with pytest.raises(UserError, match=f"the reference have {k}"):
+    with pytest.raises(UserError, match=f"the reference has {k}"):
         prdc(noise(k), enough, k=k)
 
 
