@@ -26,6 +26,7 @@ from stillhouse.files import write_whole
 from stillhouse.metrics.detectors import Detector, DetectorConfig, InceptionConfig
 from stillhouse.metrics.moments import Moments
 from stillhouse.metrics.references import Reference
+from stillhouse.pipelines import resolve_folder
 from stillhouse.recipes import verdicts
 from stillhouse.recipes.captions import read_prompts, text_encoder
 from stillhouse.recipes.claims import claimed
@@ -35,6 +36,7 @@ from stillhouse.recipes.measures import Evidence, MetricName, measure
 from stillhouse.recipes.parts import Grid, Guidance, NativeGrid, NoGuidance, SolverName, solver
 from stillhouse.recipes.progress import progress_bar
 from stillhouse.recipes.referring import (
+    CACHE,
     Library,
     baseline,
     cache_folder,
@@ -73,6 +75,7 @@ class EvaluateRun(Config):
     reference: str = ""
     """What it is compared with: the same, or the statistics of an earlier reference."""
     metrics: tuple[MetricName, ...] = ("fid", "kid", "prdc")
+    """With commas or spaces between; a sweep is judged by the first."""
     detector: DetectorConfig = InceptionConfig()
     count: PositiveInt = 10_000
     """Samples per seed."""
@@ -82,7 +85,8 @@ class EvaluateRun(Config):
     """Images of the reference; 0: all."""
     solvers: tuple[SolverName, ...] = ("dpmpp-3m",)
     """Several (and several steps) make a sweep."""
-    steps: tuple[PositiveInt, ...] = (10,)
+    steps: tuple[PositiveInt, ...] = (20,)
+    """Steps of the walk: a number is one of model and sampler together."""
     within: PositiveFloat = 5.0
     """A sweep names the cheapest setting within so many percent of the best."""
     grid: Grid = NativeGrid()
@@ -101,14 +105,16 @@ class EvaluateRun(Config):
     """A folder or hub id of a sentence encoder, for retrieval."""
     kept: PositiveInt = 10_000
     """Rows of the reference that neighbours and kernels are computed with."""
-    cache: Path = Path("~/.cache/stillhouse/references")
+    cache: Path = CACHE
     """Where statistics of references are kept."""
     refresh: bool = False
     """Compute the reference anew where it has changed."""
     batch: PositiveInt = 64
     """Images per network call."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the model; the state and the detector are always float32."""
     out: Path = Path("evaluation")
+    """Where the record, the picture and the results go."""
     device: Annotated[str, Field(min_length=1)] = "auto"
 
 
@@ -137,8 +143,11 @@ def check(config: EvaluateRun) -> None:
             "name what is measured and what it is compared with: stillhouse evaluate MODEL "
             "--reference DATA"
         )
-    if config.prompts and find_data(config.model, config.columns) is None:
-        raise UserError("--prompts are captions of images that exist: name their folder")
+    if find_data(config.model, config.columns) is None:
+        if config.prompts:
+            raise UserError("--prompts are captions of images that exist: name their folder")
+        if not config.model.startswith("toy:"):  # which have a sentence of their own
+            resolve_folder(model_folder(config.model))  # before a detector is downloaded for it
     if config.count < 2 or config.reference_count == 1:
         raise UserError(
             "one image has no spread to compare: a count of 2 is the least, 10000 usual"
@@ -372,7 +381,10 @@ class Bench:
         record["recommended"] = verdicts.cheapest(record)
         record["warnings"] = verdicts.warnings(record)
         write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
-        verdicts.draw(record, config.out / "evaluation.png")
+        try:
+            verdicts.draw(record, config.out / "evaluation.png")
+        except UserError as error:  # the numbers are there all the same
+            record["warnings"].append(f"there is no picture: {error}")
         return record
 
 

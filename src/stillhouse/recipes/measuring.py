@@ -30,7 +30,7 @@ from stillhouse.recipes.learner import NAME, Learner
 from stillhouse.recipes.measures import DISTANCES, Evidence, measure
 from stillhouse.recipes.parts import Dpmpp3M, Solver
 from stillhouse.recipes.progress import progress_bar
-from stillhouse.recipes.referring import Library, baseline, cache_folder
+from stillhouse.recipes.referring import CACHE, Library, baseline, cache_folder
 from stillhouse.recipes.sampling import SampleRun, draw_batch
 from stillhouse.recipes.subjects import Subject
 
@@ -62,7 +62,7 @@ class Evaluation(Config):
     batch: PositiveInt = 64
     """Samples per network call, on each process."""
     seed: int = 0
-    cache: Path = Path("~/.cache/stillhouse/references")
+    cache: Path = CACHE
     """Where statistics of references are kept."""
     refresh: bool = False
     """Compute the reference anew where it has changed."""

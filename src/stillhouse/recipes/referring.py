@@ -31,6 +31,8 @@ from stillhouse.recipes.galleries import Gallery, Pixels
 from stillhouse.recipes.measures import OF_FEATURES, Evidence, Values, measure
 from stillhouse.recipes.progress import progress_bar
 
+CACHE = Path("~/.cache/stillhouse/references")
+
 
 @dataclass(frozen=True)
 class Library:
@@ -114,8 +116,8 @@ class Library:
 
 
 def cache_folder(given: Path) -> Path:
-    """Where references are kept: $STILLHOUSE_CACHE where that is set."""
-    return Path(os.environ.get("STILLHOUSE_CACHE") or given)
+    """Where references are kept: as asked for, else $STILLHOUSE_CACHE, else the usual place."""
+    return given if given != CACHE else Path(os.environ.get("STILLHOUSE_CACHE") or CACHE)
 
 
 def make_folder(folder: Path, advice: str = "choose another --cache") -> None:

@@ -67,6 +67,12 @@ def cheapest(record: Record) -> dict[str, Any] | None:
 def warnings(record: Record) -> list[str]:
     """What a reader of the numbers must know."""
     found = caveats(record)
+    if record["floor"] and record["floor_count"] < record["count"]:
+        found.append(
+            f"real / real is of {record['floor_count']} images and the samples are "
+            f"{record['count']}: only the kernel distance compares. --kept keeps more of a "
+            "reference"
+        )
     if record["seeds"] == 1:
         found.append("one seed: the spread is unknown (--seeds 3 shows it)")
     return found
