@@ -78,11 +78,12 @@ def test_the_last_values_are_those_of_the_exported_model(config, evaluation, tmp
         model=str(config.out),
         out=tmp_path / "alone",
         steps=(2,),
+        batch=evaluation.batch,
         **evaluation.model_dump(include={"reference", "metrics", "detector", "count", "cache"}),
     )
     record = evaluating.run(alone)
     values = {name: value for name, (value,) in record["settings"][0]["values"].items()}
-    logged = {f"evaluation/{name}": pytest.approx(v, rel=1e-2) for name, v in values.items()}
+    logged = {f"evaluation/{name}": pytest.approx(v, rel=1e-6) for name, v in values.items()}
     assert last == {"images": 64, "evaluation/count": COUNT, **logged}
     about = first["evaluation/about"]
     assert about["floor"] == record["floor"]

@@ -184,6 +184,8 @@ class Evaluator:
             "detector": {"name": self.detector.name},
             "reference": {"count": facts.count},
             "expected_of_a_perfect_model": base.expected,
+            "floor": base.floor,
+            "floor_count": base.images,
         }
         return {
             "detector": self.detector.name,

@@ -67,12 +67,6 @@ def cheapest(record: Record) -> dict[str, Any] | None:
 def warnings(record: Record) -> list[str]:
     """What a reader of the numbers must know."""
     found = caveats(record)
-    if record["floor"] and record["floor_count"] < record["count"]:
-        found.append(
-            f"real / real is of {record['floor_count']} images and the samples are "
-            f"{record['count']}: only the kernel distance compares. --kept keeps more of a "
-            "reference"
-        )
     if record["seeds"] == 1:
         found.append("one seed: the spread is unknown (--seeds 3 shows it)")
     return found
@@ -93,6 +87,11 @@ def caveats(record: Record) -> list[str]:
         found.append(
             f"the reference has {known} images for {dims} dimensions: what it lacks itself is in "
             "every Fréchet distance from it, and not in the estimate above"
+        )
+    if record["floor"] and record["floor_count"] < count:
+        found.append(
+            f"real / real is of {record['floor_count']} images, the samples are {count}: of the "
+            "distances, only the kernel distance compares"
         )
     if name not in PUBLISHED:
         found.append(
