@@ -1,6 +1,8 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and what tells their contents apart."""
 
+import hashlib
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,3 +24,13 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         with suppress(OSError):  # half a file would take the last room of a full disk
             partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """SHA-256 over the files' contents, in order."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return f"sha256:{digest.hexdigest()}"

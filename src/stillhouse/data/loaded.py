@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from stillhouse.data.rows import Columns, Row, image_bytes, label_number, text_o
 from stillhouse.data.transforms import Frame, ImageConfig, Layout, array_image, decode, to_float
 from stillhouse.errors import UserError
 from stillhouse.process import Batch, Condition
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 State = dict[str, Any]  # JSON
 WorkerStart = Literal["auto", "fork", "forkserver", "spawn"]
@@ -78,9 +81,7 @@ class Maker:
 
     def picture(self, row: Row, key: int) -> Picture:
         """Raises `Corrupt` if the row cannot be used."""
-        raw = image_bytes(row.image)
-        mode = self.image.mode
-        image = array_image(row.image, mode) if raw is None else decode(raw, mode)
+        image = open_image(row, self.image.mode)
         label = label_number(row.label) if self.columns.label else 0
         pixels, layout = self.image.apply(image, key, self.seed)
         return Picture(pixels, layout, label, text_of(row.text), row.id)
@@ -110,6 +111,12 @@ class Maker:
         )
         text = item.text if self.columns.text else None
         return Loaded(batch, Frame.of(item.layouts), text, item.faults, state)
+
+
+def open_image(row: Row, mode: Literal["rgb", "grey"]) -> "Image":
+    """The decoded image of a row. Raises `Corrupt` if there is none."""
+    raw = image_bytes(row.image)
+    return array_image(row.image, mode) if raw is None else decode(raw, mode)
 
 
 def rows_of(batch: int, rank: int, world: int) -> tuple[int, int]:

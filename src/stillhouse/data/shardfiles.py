@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stillhouse.errors import UserError, missing_extra
+from stillhouse.errors import UserError, missing_extra, one_line
 
 _NETWORK = {"aiohttp", "aiobotocore", "botocore", "fsspec", "httpx", "requests", "urllib3"}
 
@@ -42,10 +42,9 @@ def find(patterns: Iterable[str], suffix: str, storage: Mapping[str, Any]) -> li
         except Exception as error:  # whatever the client of a remote store raises
             if isinstance(error, UserError) or "://" not in pattern:
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(
-                f"{pattern} cannot be reached ({reason}). Check the address and the network, or "
-                "name local files as --data.source.files"
+                f"{pattern} cannot be reached ({one_line(error)}). Check the address and the "
+                "network, or name local files as --data.source.files"
             ) from error
         if not paths:
             raise UserError(f"no files match {pattern!r}: check the path and the glob")

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stillhouse.config import Config
-from stillhouse.errors import UserError, missing_extra
+from stillhouse.errors import UserError, missing_extra, one_line
 from stillhouse.metrics import networks
 from stillhouse.metrics.networks import find_weights, load_weights, ready, sha256
 from stillhouse.metrics.preprocessing import CLIP, IMAGENET, Preprocessing, check_images
-from stillhouse.metrics.pretrained import load_pretrained, one_line
+from stillhouse.metrics.pretrained import load_pretrained
 
 Device = torch.device | str
 TEXTS = 64  # that are encoded at once

@@ -16,7 +16,7 @@ from stillhouse.errors import UserError
 from stillhouse.metrics.bank import Rows, blocks
 from stillhouse.metrics.moments import Moments
 
-TRUSTED = 10  # samples per dimension from which the extrapolation is a straight line
+TRUSTED = 10  # samples per dimension: with fewer, bias is large and the extrapolation bends
 
 
 class Infinity(NamedTuple):

@@ -1,6 +1,5 @@
 """Models of transformers, from a folder or the hub: safetensors only, complete, never any code."""
 
-import hashlib
 import json
 import re
 from functools import partial
@@ -9,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stillhouse.errors import UserError
+from stillhouse.errors import UserError, one_line
+from stillhouse.files import fingerprint
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # What is fetched from the hub: never pickles, never code.
@@ -58,7 +58,7 @@ def load_pretrained(model: Any, kind: str, name: str) -> Loaded:
             f"the weights in {folder} do not fit its config: {len(missing)} tensors missing "
             f"(first: {missing[0]})"
         )
-    return Loaded(loaded.eval().requires_grad_(False), folder, _digest(files))
+    return Loaded(loaded.eval().requires_grad_(False), folder, fingerprint(files))
 
 
 def _fetch(name: str) -> Path:
@@ -101,22 +101,9 @@ def _weight_files(folder: Path) -> list[Path]:
     return whole or files
 
 
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({one_line(error)})") from error
     return found if isinstance(found, dict) else {}
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.config import Config
-from stillhouse.errors import UserError
+from stillhouse.errors import UserError, one_line
 from stillhouse.files import write_whole
 from stillhouse.metrics.moments import Moments
 
@@ -81,16 +81,12 @@ def load_reference(path: Path) -> Reference:
             mean, scatter, features = map(file.get_tensor, ("mean", "scatter", "features"))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(
-            f"{path} does not hold the statistics of a reference ({_line(error)}). Name the data "
-            "itself as --reference to compute them, or remove the file"
+            f"{path} does not hold the statistics of a reference ({one_line(error)}). Name the "
+            "data itself as --reference to compute them, or remove the file"
         ) from error
     if mean.dtype != torch.float64 or not bool(torch.isfinite(scatter).all()):
         raise UserError(f"{path} holds statistics that are not finite float64: remove it")
     return Reference(facts, Moments(facts.count, mean, scatter), features, tuple(texts))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def mismatches(found: Facts, **wanted: Any) -> list[str]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stillhouse.errors import UserError
-from stillhouse.metrics.pretrained import load_pretrained, one_line
+from stillhouse.errors import UserError, one_line
+from stillhouse.metrics.pretrained import load_pretrained
 
 BATCH = 64  # texts that are encoded at once
 

@@ -3,6 +3,7 @@
 from stillhouse.pipelines.load import (
     UnreadableCheckpoint,
     checkpoint_files,
+    is_hub_id,
     load_codec,
     load_denoiser,
     read_facts,
@@ -13,6 +14,7 @@ from stillhouse.pipelines.save import save_denoiser
 __all__ = [
     "UnreadableCheckpoint",
     "checkpoint_files",
+    "is_hub_id",
     "load_codec",
     "load_denoiser",
     "read_facts",

@@ -98,6 +98,11 @@ def load_codec(
     return Codec(_from_pretrained(folder, AUTOENCODERS, dtype)).to(device).eval()
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether it has the form owner/name, and not that of a path."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
 def resolve_folder(path_or_hub_id: str | Path) -> Path:
     """A local directory as it is; anything else is a hub id, fetched (or found in the cache)."""
     path = Path(path_or_hub_id).expanduser()
@@ -108,7 +113,7 @@ def resolve_folder(path_or_hub_id: str | Path) -> Path:
         raise UnreadableCheckpoint(
             f"{text} is a file; give the diffusers directory that it belongs to."
         )
-    if text.count("/") != 1 or text.startswith((".", "/", "~")):
+    if not is_hub_id(text):
         raise UnreadableCheckpoint(
             f"{text} is neither a directory nor a hub id of the form owner/name."
         )

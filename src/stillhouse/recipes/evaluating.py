@@ -191,11 +191,7 @@ class Bench:
         """What the model draws; a reference is made to look like it."""
         if subject.toy is not None:
             raise UserError("points of the plane are not images: name a model that draws images")
-        shape = subject.shape
-        if subject.codec is not None:
-            with torch.no_grad():
-                latent = torch.zeros(1, *shape, device=self.here.device)
-                shape = tuple(subject.codec.decode(latent).shape[1:])
+        shape = subject.decode(torch.zeros(1, *subject.shape, device=self.here.device)).shape[1:]
         if self.config.size not in (0, shape[1]):
             raise UserError(f"the model draws {shape[1]} pixels: leave --size out")
         return Pixels(shape[-1], "grey" if shape[0] == 1 else "rgb")

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, KeySampler, Parquet, Tars
-from stillhouse.data.loaded import Loaded
+from stillhouse.data.faults import Corrupt
+from stillhouse.data.loaded import Loaded, open_image
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
+from stillhouse.pipelines import is_hub_id
 from stillhouse.recipes import known_data
 from stillhouse.recipes.pictures import to_bytes
-from stillhouse.recipes.sampling import SampleRun, build_grid, count_evaluations, draw_batch
+from stillhouse.recipes.sampling import (
+    SampleRun,
+    build_grid,
+    check_finite,
+    count_evaluations,
+    draw_batch,
+)
 from stillhouse.recipes.subjects import Subject
 
 
@@ -110,20 +118,9 @@ class Drawn:
                 here.device,
                 lambda _, share=share: step(share),
             )
-            if not bool(torch.isfinite(states).all()):
-                raise UserError(
-                    f"samples {numbers[0]} to {numbers[-1]} are not finite ({self.reading}). Are "
-                    "the weights whole? Try --dtype float32, more steps, or less guidance"
-                )
-            labels = self.subject.labels
-            chosen = tuple(labels[n % len(labels)] for n in numbers) if labels else ()
-            yield Shown(colour(self._decoded(states)), chosen)
-
-    def _decoded(self, states: Tensor) -> Tensor:
-        if self.subject.codec is None:
-            return states
-        with torch.no_grad():
-            return self.subject.codec.decode(states)
+            check_finite(states, numbers, self.reading)
+            labels = tuple(self.subject.labels_of(numbers))
+            yield Shown(colour(self.subject.decode(states)), labels)
 
     def _settings(self) -> Iterator[tuple[str, Any]]:
         """Those that the images depend on beside solver, steps and seed."""
@@ -180,14 +177,9 @@ class Stored:
 
     def _native_size(self) -> int:
         """Of the first image; whether all are of that size is seen on the way."""
-        from stillhouse.data.faults import Corrupt
-        from stillhouse.data.rows import image_bytes
-        from stillhouse.data.transforms import array_image, decode
-
         row = self.images.rows([0])[0]
         try:
-            raw = image_bytes(row.image)
-            image = array_image(row.image, "rgb") if raw is None else decode(raw, "rgb")
+            image = open_image(row, "rgb")
         except Corrupt as error:
             raise UserError(
                 f"{self.name}: {row.where} cannot be used ({error}). Repair or remove it"
@@ -271,8 +263,7 @@ def find_data(name: str, columns: Columns) -> DataConfig | None:
     known, _, split = name.partition(":")
     if known in known_data.HUB and split in ("", "train", "test"):
         source = known_data.parquet(known, "test" if split == "test" else "train")
-        image, label = known_data.columns(known).image, known_data.columns(known).label
-        return DataConfig(source=source, columns=Columns(image=image, label=label))
+        return DataConfig(source=source, columns=known_data.columns(known))
     if name.endswith(".parquet"):
         return DataConfig(source=Parquet(files=(name,)), columns=columns)
     if name.endswith(".tar"):
@@ -298,8 +289,7 @@ def model_folder(name: str) -> str:
         if not (folder / "model").is_dir():
             raise UserError(f"{name} holds no model yet: wait for its first checkpoint")
         return str(folder / "model")
-    hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not (folder.is_dir() or hub_id or name.startswith("toy:")):
+    if not (folder.is_dir() or is_hub_id(name) or name.startswith("toy:")):
         raise UserError(
             f"{name} is neither a folder nor a data set: name a folder of images, a data set "
             "(cifar10, fashion:test), Parquet files, tars, or a model (its directory, a run's "

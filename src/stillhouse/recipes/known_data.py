@@ -14,21 +14,18 @@ HUB = {
 HUB_IMAGE = {"fashion": "image", "cifar10": "img"}
 
 
-def local_data() -> Path | None:
-    """The folder of local copies, if there is one."""
+def local_copy(name: str) -> Path | None:
+    """The folder of a local copy, if there is one."""
     folder = os.environ.get("STILLHOUSE_DATA")
-    return Path(folder) if folder else None
+    copy = Path(folder) / name if folder else None
+    return copy if copy is not None and copy.is_dir() else None
 
 
 def parquet(name: str, split: Literal["train", "test"]) -> Parquet:
     """A data set's files: a local copy where there is one."""
-    folder = local_data()
-    here = folder is not None and (folder / name).is_dir()
-    return Parquet(files=(f"{folder / name if here and folder else HUB[name]}/{split}*.parquet",))
+    return Parquet(files=(f"{local_copy(name) or HUB[name]}/{split}*.parquet",))
 
 
 def columns(name: str) -> Columns:
     """Local copies name the image column `image`."""
-    folder = local_data()
-    here = folder is not None and (folder / name).is_dir()
-    return Columns(image="image" if here else HUB_IMAGE[name], label="label")
+    return Columns(image="image" if local_copy(name) else HUB_IMAGE[name], label="label")

@@ -7,7 +7,7 @@ Running the same command again draws only the batches that are missing.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -142,11 +142,7 @@ def draw_missing(config: SampleRun, subject: Subject, grid: Tensor, here: World)
             states = draw_batch(
                 config, subject, grid, batch, here.device, lambda _, share=share: advance(share)
             )
-            if not bool(torch.isfinite(states).all()):
-                raise UserError(
-                    f"samples {batch[0]} to {batch[-1]} are not finite. Are the weights whole? Try "
-                    "--dtype float32, more steps, or less guidance."
-                )
+            check_finite(states, batch)
             try:
                 save_batch(config, subject, batch, states)
             except OSError as error:
@@ -209,12 +205,19 @@ def draw_batch(
     )
 
 
+def check_finite(states: Tensor, indices: Sequence[int], how: str = "") -> None:
+    """Refuses samples that are no images; `how` they were drawn, where several ways are tried."""
+    if not bool(torch.isfinite(states).all()):
+        raise UserError(
+            f"samples {indices[0]} to {indices[-1]} are not finite{how and f' ({how})'}. Are the "
+            "weights whole? Try --dtype float32, more steps, or less guidance."
+        )
+
+
 def save_batch(config: SampleRun, subject: Subject, batch: list[int], states: Tensor) -> None:
     """Writes images, and the tensors where asked for; each file appears whole."""
     if subject.toy is None:
-        with torch.no_grad():
-            images = states if subject.codec is None else subject.codec.decode(states)
-        for index, image in zip(batch, images, strict=True):
+        for index, image in zip(batch, subject.decode(states), strict=True):
             pictures.save_png(image, image_file(config, index))
     if config.tensors or subject.toy is not None:
         from safetensors.torch import save

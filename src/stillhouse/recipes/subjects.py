@@ -1,6 +1,5 @@
 """What is sampled or measured: a checkpoint or a toy, made ready with its guidance and labels."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stillhouse.errors import UserError
+from stillhouse.files import fingerprint
 from stillhouse.models import Codec
 from stillhouse.pipelines import (
     checkpoint_files,
@@ -48,10 +49,17 @@ class Subject:
 
     def condition(self, indices: Iterable[int], device: torch.device) -> Condition | None:
         """What samples with these indices are conditioned on."""
-        if not self.labels:
-            return None
-        labels = [self.labels[i % len(self.labels)] for i in indices]
-        return Condition(label=torch.tensor(labels, device=device))
+        labels = self.labels_of(indices)
+        return Condition(label=torch.tensor(labels, device=device)) if labels else None
+
+    def labels_of(self, indices: Iterable[int]) -> list[int]:
+        """Classes are dealt in turn; none where the model knows none."""
+        return [self.labels[i % len(self.labels)] for i in indices] if self.labels else []
+
+    @torch.no_grad()
+    def decode(self, states: Tensor) -> Tensor:
+        """Images from what was drawn: latents go through the codec."""
+        return states if self.codec is None else self.codec.decode(states)
 
 
 @dataclass(frozen=True)
@@ -179,13 +187,3 @@ def _guide_files(guidance: Guidance) -> dict[str, list[Path]]:
         return {}
     parts = checkpoint_files(resolve_folder(guidance.model))
     return {f"guide {role}": files for role, files in parts.items()}
-
-
-def fingerprint(files: Iterable[Path]) -> str:
-    """SHA-256 over the files' contents, in order."""
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return f"sha256:{digest.hexdigest()}"

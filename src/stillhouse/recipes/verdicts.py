@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from stillhouse.metrics.frechet import TRUSTED
 from stillhouse.recipes.measures import DISTANCES
 from stillhouse.recipes.pictures import pyplot
 
 Record = Mapping[str, Any]
 COLOURS = ("#1d5b8f", "#d1862f", "#4a8f3c", "#8e5ea2", "#b03a48", "#5b6b7b")
 PUBLISHED = ("Inception", "DINOv2", "CLIP")  # detectors with numbers to compare with
-BEFORE_TRUST = 10  # samples per dimension below which a Fréchet distance is mostly bias
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -76,14 +76,14 @@ def caveats(record: Record) -> list[str]:
     """What follows from the counts and the detector."""
     found, name = [], record["detector"]["name"]
     count, dims, bias = record["count"], record["dims"], record["expected_of_a_perfect_model"]
-    if bias is not None and count < BEFORE_TRUST * dims:
+    if bias is not None and count < TRUSTED * dims:
         found.append(
             f"{count} samples for {dims} dimensions: a perfect model would get a Fréchet distance "
             f"of about {bias:.3g} (if features were Gaussian). Compare at the same count only, or "
             "look at the kernel distance"
         )
     known = record["reference"]["count"]
-    if bias is not None and known < BEFORE_TRUST * dims:
+    if bias is not None and known < TRUSTED * dims:
         found.append(
             f"the reference has {known} images for {dims} dimensions: what it lacks itself is in "
             "every Fréchet distance from it, and not in the estimate above"
