@@ -39,17 +39,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small and few: shows that it works")
     parser.add_argument("--peak", type=int, default=0, help="evaluate so many; print the peak")
     parser.add_argument("--reference", type=int, default=4000, help="images of the reference")
+    parser.add_argument("--cache", help="where the reference is kept meanwhile, for --peak")
     options = parser.parse_args()
-    if options.peak:
-        with tempfile.TemporaryDirectory() as folder:
-            run(configure(Path(folder), options.peak, 1, options.reference))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        return
     quick = options.quick
     reference = 64 if quick else options.reference
-    size = (16, 2, reference, 1) if quick else (COUNT, STEPS, reference, ROUNDS)
-    result = {"quick": quick, **overhead(*size)}
-    result |= memory(*((16, 32) if quick else (2000, 10_000)), reference)
+    with tempfile.TemporaryDirectory(prefix="stillhouse-evaluate-") as folder:
+        base = configure(Path(folder), options.cache or f"{folder}/references", reference)
+        if options.peak:
+            run(base.model_copy(update={"count": options.peak}))
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+            return
+        size = (16, 2, 1) if quick else (COUNT, STEPS, ROUNDS)
+        result = {"quick": quick, **overhead(base, *size)}
+        result |= memory(base, *((16, 32) if quick else (2000, 10_000)))
     result |= {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if not quick:
         RESULTS.mkdir(exist_ok=True)
@@ -57,36 +59,34 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def configure(out: Path, count: int, steps: int, reference: int) -> EvaluateRun:
+def configure(folder: Path, cache: str, reference: int) -> EvaluateRun:
     return EvaluateRun(
         model=str(ROOT / "reference" / "fashion"),
         reference="fashion:test",
         reference_count=reference,
         detector=MobileNetV2Config(),
         metrics=("fid", "kid", "prdc"),
-        count=count,
-        steps=(steps,),
-        cache=Path(tempfile.gettempdir()) / "stillhouse-benchmark-references",
-        out=out,
+        steps=(1,),
+        cache=Path(cache),
+        out=folder / "evaluation",
     )
 
 
-def overhead(count: int, steps: int, reference: int, rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="stillhouse-evaluate-") as folder:
-        config = configure(Path(folder), count, steps, reference)
-        evaluate(config, HERE)  # fills the cache, warms up
-        bench = Bench(config, HERE, config.detector.build("cpu"))
-        gallery = bench.gallery(Setting(config.solvers[0], steps), 0)
+def overhead(base: EvaluateRun, count: int, steps: int, rounds: int) -> dict[str, Any]:
+    config = base.model_copy(update={"count": count, "steps": (steps,)})
+    evaluate(config, HERE)  # fills the cache, warms up
+    bench = Bench(config, HERE)
+    gallery = bench.gallery(Setting(config.solvers[0], steps), 0)
 
-        def ours() -> None:
-            shutil.rmtree(folder)
-            evaluate(config, HERE)
+    def ours() -> None:
+        shutil.rmtree(config.out)
+        evaluate(config, HERE)
 
-        def bare() -> None:
-            for shown in gallery.batches(HERE, 0, lambda _: None):
-                bench.detector(shown.images)
+    def bare() -> None:
+        for shown in gallery.batches(HERE, 0, lambda _: None):
+            bench.detector(shown.images)
 
-        seconds = alternately({"ours": ours, "bare": bare}, repeats=rounds, warmup=0)
+    seconds = alternately({"ours": ours, "bare": bare}, repeats=rounds, warmup=0)
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["bare"], strict=True)]
     return {
         "overhead": round(statistics.median(ratios), 4),
@@ -97,9 +97,9 @@ def overhead(count: int, steps: int, reference: int, rounds: int) -> dict[str, A
     }
 
 
-def memory(few: int, many: int, reference: int) -> dict[str, Any]:
+def memory(base: EvaluateRun, few: int, many: int) -> dict[str, Any]:
     """Each in a process of its own, with the reference in the cache."""
-    peaks = [peak(count, reference) for count in (few, many)]
+    peaks = [peak(base, count) for count in (few, many)]
     return {
         "memory_ratio": round(peaks[1] / peaks[0], 4),
         "peak_mb": [round(p) for p in peaks],
@@ -107,8 +107,9 @@ def memory(few: int, many: int, reference: int) -> dict[str, Any]:
     }
 
 
-def peak(count: int, reference: int) -> float:
-    command = [sys.executable, __file__, "--peak", str(count), "--reference", str(reference)]
+def peak(base: EvaluateRun, count: int) -> float:
+    command = [sys.executable, __file__, "--peak", str(count), "--cache", str(base.cache)]
+    command += ["--reference", str(base.reference_count)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.split()[-1])
 

@@ -326,7 +326,7 @@ class Slow:
     """A gallery and a detector that note when they work."""
 
     name, count, reading, size, mode, whole = "slow", 24, "slowly", 8, "rgb", True
-    dims, digest, preprocessing = 2, "", ""
+    dims, classes, digest, preprocessing = 2, 0, "", ""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -9,7 +9,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
@@ -45,6 +45,8 @@ class Detector(Protocol):
     @property
     def dims(self) -> int: ...
     @property
+    def classes(self) -> int: ...  # of its logits; 0 if it is no classifier
+    @property
     def digest(self) -> str: ...  # of the weights
     @property
     def preprocessing(self) -> str: ...  # one exact line
@@ -62,6 +64,7 @@ class NetworkDetector:
     preprocessing: str
     device: torch.device
     see: Callable[[Tensor], Output]  # uint8 images on the device to features
+    classes: int = field(default=0, kw_only=True)
 
     def __call__(self, images: Tensor) -> Output:
         check_images(images)
@@ -132,7 +135,15 @@ def _from_file(
         found = run(prepare(images).contiguous(memory_format=torch.channels_last))
         return Output(found, None) if isinstance(found, Tensor) else Output(*found)
 
-    return NetworkDetector(name, network.dims, digest, str(prepare), torch.device(device), see)
+    return NetworkDetector(
+        name,
+        network.dims,
+        digest,
+        str(prepare),
+        torch.device(device),
+        see,
+        classes=network.classes,
+    )
 
 
 # ---------------------------------------------------------------- Inception, as FID has it
@@ -171,7 +182,13 @@ class InceptionConfig(Config):
             )
         run = network.to(device)
         return NetworkDetector(
-            name, 2048, digest, INCEPTION, torch.device(device), lambda images: Output(*run(images))
+            name,
+            2048,
+            digest,
+            INCEPTION,
+            torch.device(device),
+            lambda images: Output(*run(images)),
+            classes=1008,
         )
 
 

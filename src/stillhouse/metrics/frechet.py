@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stillhouse.errors import UserError
 from stillhouse.metrics.bank import Rows, blocks
-from stillhouse.metrics.moments import Moments
+from stillhouse.metrics.moments import Moments, without_rounding
 
 TRUSTED = 10  # samples per dimension: with fewer, bias is large and the extrapolation bends
 
@@ -31,13 +31,6 @@ class Infinity(NamedTuple):
     distances: list[float]
 
 
-class _Gaussian(NamedTuple):
-    """A mean and a factor A of its covariance A A^T."""
-
-    mean: Tensor
-    factor: Tensor
-
-
 def frechet_distance(a: Moments, b: Moments) -> float:
     """|m_a - m_b|^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)) (Dowson and Landau 1982).
 
@@ -45,7 +38,7 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     the value is then due to the count alone.
     """
     _comparable(a, b)
-    return _distance(_gaussian(a), _gaussian(b))
+    return _distance(a, b)
 
 
 def expected_distance(
@@ -63,7 +56,7 @@ def expected_distance(
     """
     _enough(count)
     _comparable(reference)
-    spectrum = _without_rounding(torch.linalg.eigvalsh(reference.covariance))
+    spectrum = without_rounding(torch.linalg.eigvalsh(reference.covariance))
     spectrum = spectrum[spectrum > 0]
     if not len(spectrum):
         return 0.0
@@ -92,13 +85,13 @@ def frechet_infinity(
             "the count, or leave this metric out"
         )
     _comparable(reference)
-    target, rng = _gaussian(reference), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     sizes = [round(n) for n in np.linspace(max(total / 10, 2), total, points)]
     distances = []
     for size in sizes:
         part = _subset(rows, rng.permutation(total)[:size])
         _comparable(part, reference)
-        distances.append(_distance(_gaussian(part), target))
+        distances.append(_distance(part, reference))
     return Infinity(*_line(1 / np.array(sizes), np.array(distances)), sizes, distances)
 
 
@@ -126,18 +119,7 @@ def _enough(count: int) -> None:
         )
 
 
-def _gaussian(moments: Moments) -> _Gaussian:
-    values, vectors = torch.linalg.eigh(moments.covariance)
-    return _Gaussian(moments.mean, vectors * _without_rounding(values).sqrt())
-
-
-def _without_rounding(values: Tensor) -> Tensor:
-    """Eigenvalues with those set to 0 that are rounding: their roots would be 1e8 times larger."""
-    floor = len(values) * torch.finfo(values.dtype).eps * values.max().clamp(min=0)
-    return values.masked_fill(values <= floor, 0.0)
-
-
-def _distance(a: _Gaussian, b: _Gaussian) -> float:
+def _distance(a: Moments, b: Moments) -> float:
     overlap = torch.linalg.svdvals(a.factor.T @ b.factor).sum()
     apart = (a.mean - b.mean).square().sum()
     value = apart + a.factor.square().sum() + b.factor.square().sum() - 2 * overlap

@@ -1,6 +1,7 @@
 """Mean and covariance of features, summable: any split over batches and processes is the same."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,12 @@ class Moments:
         """Unbiased; zeros for fewer than two rows."""
         return self.scatter / max(self.count - 1, 1)
 
+    @cached_property
+    def factor(self) -> Tensor:
+        """A with covariance A A^T; kept, because a reference is compared again and again."""
+        values, vectors = torch.linalg.eigh(self.covariance)
+        return vectors * without_rounding(values).sqrt()
+
     def __add__(self, other: "Moments") -> "Moments":
         """Of both together: the pairwise update of Chan, Golub and LeVeque (1979),
 
@@ -94,6 +101,12 @@ class Moments:
         between = count * part.count / self.count
         scatter = torch.addr(self.scatter - part.scatter, delta, delta, alpha=-between)
         return Moments(count, mean, scatter)
+
+
+def without_rounding(values: Tensor) -> Tensor:
+    """Eigenvalues with those set to 0 that are rounding: their roots would be 1e8 times larger."""
+    floor = len(values) * torch.finfo(values.dtype).eps * values.max().clamp(min=0)
+    return values.masked_fill(values <= floor, 0.0)
 
 
 def _same_width(a: Moments, b: Moments) -> None:

@@ -16,6 +16,8 @@ from stillhouse.metrics.bank import Rows, blocks
 from stillhouse.metrics.kernels import squared_distances
 from stillhouse.metrics.moments import checked
 
+K = 5  # neighbours, as in the package `prdc`
+
 
 class Prdc(NamedTuple):
     """Shares from 0 to 1, but for the density, which has no upper end."""
@@ -26,15 +28,16 @@ class Prdc(NamedTuple):
     coverage: float
 
 
-def prdc(real: Rows, fake: Rows, *, k: int = 5) -> Prdc:
+def prdc(real: Rows, fake: Rows, *, k: int = K, real_radii: Tensor | None = None) -> Prdc:
     """All four, from distances block against block: memory does not grow with their number.
 
     As in the package `prdc`, a row on the edge of a ball is outside of it, and distances are
-    compared after rounding to float32.
+    compared after rounding to float32. `real_radii` are `radii(real, k)`, where they are known.
     """
     _enough("the reference has", len(real), k)
     _enough("the samples have", len(fake), k)
-    real_radii, fake_radii = radii(real, k), radii(fake, k)
+    fake_radii = radii(fake, k)
+    real_radii = radii(real, k) if real_radii is None else real_radii
     balls = torch.zeros(len(fake), dtype=torch.int64)  # real ones, around each sample
     recalled, covered = torch.zeros(2, len(real), dtype=torch.bool)
     for i, a in _parts(real):

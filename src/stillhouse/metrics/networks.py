@@ -143,7 +143,7 @@ class InvertedResidual(nn.Module):
 class MobileNetV2(nn.Module):
     """Features only: [B, 1280], the mean over the last feature map."""
 
-    dims = 1280
+    dims, classes = 1280, 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,6 +252,7 @@ class ResNet56(nn.Module):
 
     def __init__(self, blocks: int = 9, classes: int = 10) -> None:
         super().__init__()
+        self.classes = classes
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.layer1 = self._stage(16, 16, 1, blocks)

@@ -1,15 +1,11 @@
 """Captions of an evaluation: where they come from, and what encodes them."""
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from torch import Tensor
-
 from stillhouse.errors import UserError
 from stillhouse.metrics.detectors import Detector
-
-Encode = Callable[[Sequence[str]], Tensor]
+from stillhouse.recipes.measures import Encode
 
 
 def read_prompts(name: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -23,16 +24,13 @@ from stillhouse.data import Columns
 from stillhouse.engine.world import World, world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
-from stillhouse.metrics.detectors import Detector, DetectorConfig, InceptionConfig
-from stillhouse.metrics.moments import Moments
-from stillhouse.metrics.references import Reference
-from stillhouse.pipelines import resolve_folder
+from stillhouse.metrics.detectors import DetectorConfig, InceptionConfig
 from stillhouse.recipes import verdicts
 from stillhouse.recipes.captions import read_prompts, text_encoder
 from stillhouse.recipes.claims import claimed
-from stillhouse.recipes.extraction import Collected, collect, count_classes, first_images
+from stillhouse.recipes.extraction import Collected, collect, first_images
 from stillhouse.recipes.galleries import Drawn, Gallery, Pixels, Stored, find_data, model_folder
-from stillhouse.recipes.measures import Evidence, MetricName, measure
+from stillhouse.recipes.measures import Evidence, Known, MetricName, measure, rehearse
 from stillhouse.recipes.parts import Grid, Guidance, NativeGrid, NoGuidance, SolverName, solver
 from stillhouse.recipes.progress import progress_bar
 from stillhouse.recipes.referring import (
@@ -48,7 +46,6 @@ from stillhouse.recipes.subjects import Subject, Wish, load_subject
 
 RECORD = "evaluation.json"
 PERCEIVED = 512  # samples among which perceptual distances are measured
-STAND_INS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))  # for features
 REFERENCE_SEED = 1_000_003  # of a model that serves as reference: no evaluation draws with it
 COMPARED = {"count", "content", "size", "mode", "detector"}  # of a reference: the same numbers
 # What another try may change: how much is measured, not what.
@@ -143,11 +140,6 @@ def check(config: EvaluateRun) -> None:
             "name what is measured and what it is compared with: stillhouse evaluate MODEL "
             "--reference DATA"
         )
-    if find_data(config.model, config.columns) is None:
-        if config.prompts:
-            raise UserError("--prompts are captions of images that exist: name their folder")
-        if not config.model.startswith("toy:"):  # which have a sentence of their own
-            resolve_folder(model_folder(config.model))  # before a detector is downloaded for it
     if config.count < 2 or config.reference_count == 1:
         raise UserError(
             "one image has no spread to compare: a count of 2 is the least, 10000 usual"
@@ -156,17 +148,15 @@ def check(config: EvaluateRun) -> None:
 
 def evaluate(config: EvaluateRun, here: World) -> dict[str, Any]:
     """The evaluation of one process among all."""
-    bench = Bench(config, here, config.detector.build(here.device))
-    library = Library(cache_folder(config.cache), bench.detector, here, config.kept, config.refresh)
-    reference = library.open(config.reference, bench.pixels, bench.reference_gallery)
-    here.first(lambda: bench.rehearse(reference))
+    bench = Bench(config, here)
+    here.first(bench.rehearse)
     with ExitStack() as stack:
-        here.first(lambda: stack.enter_context(bench.claimed(reference)))
+        here.first(lambda: stack.enter_context(bench.claimed()))
         results = [
-            (setting, [bench.result(setting, seed, reference) for seed in range(config.seeds)])
+            (setting, [bench.result(setting, seed) for seed in range(config.seeds)])
             for setting in bench.settings
         ]
-        return bench.conclude(results, reference) if here.rank == 0 else {}
+        return bench.conclude(results) if here.rank == 0 else {}
 
 
 # ---------------------------------------------------------------- what is measured
@@ -175,11 +165,18 @@ def evaluate(config: EvaluateRun, here: World) -> dict[str, Any]:
 class Bench:
     """An evaluation with everything that it needs loaded once."""
 
-    def __init__(self, config: EvaluateRun, here: World, detector: Detector) -> None:
-        self.config, self.here, self.detector = config, here, detector
+    def __init__(self, config: EvaluateRun, here: World) -> None:
+        self.config, self.here = config, here
         self.data = find_data(config.model, config.columns)
+        if self.data is None and config.prompts:
+            raise UserError("--prompts are captions of images that exist: name their folder")
         self.subject = None if self.data else self._load(config.model)
         self.pixels = self._pixels(self.subject) if self.subject else Pixels(config.size)
+        self.detector = config.detector.build(here.device)  # may be a download: it comes late
+        folder = cache_folder(config.cache)
+        library = Library(folder, self.detector, here, config.kept, config.refresh)
+        self.reference = library.open(config.reference, self.pixels, self.reference_gallery)
+        self.known = Known(self.reference.features, self.reference.moments, self.reference.texts)
 
     def _load(self, name: str) -> Subject:
         config = self.config
@@ -255,41 +252,35 @@ class Bench:
 
     # -------- results
 
-    def claimed(self, reference: Reference) -> AbstractContextManager[None]:
+    def claimed(self) -> AbstractContextManager[None]:
         """The folder, for this evaluation alone, and the same one as before."""
         for part in ("results", "parts"):
             make_folder(self.config.out / part, "choose another --out")
-        facts = reference.facts.model_dump(include=COMPARED)
+        facts = self.reference.facts.model_dump(include=COMPARED)
         captions = hashlib.sha256(repr(read_prompts(self.config.prompts)).encode()).hexdigest()
-        seen = {"what is measured": self.fingerprint(), "the reference": facts}
+        seen = {"what is measured": self.fingerprint, "the reference": facts}
         seen |= {"captions": captions}
         return claimed(self.config.out, self.config.model_dump(mode="json"), seen, FREE)
 
-    def rehearse(self, reference: Reference) -> None:
+    def rehearse(self) -> None:
         """What a metric refuses, it refuses before anything is drawn."""
-        config, classes = self.config, count_classes(self.detector)
+        config = self.config
         captioned = self.data is not None and bool(config.prompts or config.columns.text)
-        encoder = text_encoder(config.text_encoder, self.detector)
-        joint = getattr(self.detector, "encode_text", None)
-        stand_ins = Evidence(
-            detector=self.detector.name,
-            samples=STAND_INS[: config.count],
-            moments=Moments.of(STAND_INS),
-            reference=STAND_INS[: len(reference.features)],
-            reference_moments=Moments.of(STAND_INS),
-            logits=STAND_INS[: config.count] if classes else None,
-            texts=["a"] * len(STAND_INS[: config.count]) if captioned else (),
-            reference_texts=reference.texts[: len(STAND_INS)],
-            encode_text=encoder and (lambda texts: STAND_INS[: len(texts)]),
-            joint_text=joint and (lambda texts: STAND_INS[: len(texts)]),
-            images=(torch.zeros(2, 3, 64, 64, dtype=torch.uint8), [0, 0]),
+        encode = text_encoder(config.text_encoder, self.detector)
+        rehearse(
+            config.metrics,
+            self.detector,
+            self.known,
+            config.count,
+            captioned=captioned,
+            encode_text=encode,
         )
-        measure(config.metrics, stand_ins)
 
     @property
     def parts(self) -> Path:
         return self.config.out / "parts"
 
+    @cached_property
     def fingerprint(self) -> str:
         """Of what is measured."""
         if self.subject is not None:
@@ -297,7 +288,7 @@ class Bench:
         assert self.data is not None
         return self.data.source.fingerprint()
 
-    def result(self, setting: Setting, seed: int, reference: Reference) -> dict[str, Any]:
+    def result(self, setting: Setting, seed: int) -> dict[str, Any]:
         """What was measured with one setting and seed; nothing at other than the first process."""
         name = f"{setting.slug}-seed-{seed}"
         file = self.config.out / "results" / f"{name}.json"
@@ -305,20 +296,18 @@ class Bench:
         if self.here.gather(bool(done))[0]:
             return done
         gallery, began = self.gallery(setting, seed), time.perf_counter()
-        if gallery.size != reference.facts.size:
+        if gallery.size != self.reference.facts.size:
             raise UserError(
                 f"{gallery.name} has images of {gallery.size} pixels, the reference of "
-                f"{reference.facts.size}: give --size, and both are cropped and resized to it"
+                f"{self.reference.facts.size}: give --size, and both are cropped and resized to it"
             )
-        label, total = (
-            f"{gallery.name} ({gallery.reading})",
-            sum(map(len, gallery.shares(self.here))),
-        )
+        label = f"{gallery.name} ({gallery.reading})"
+        total = sum(map(len, gallery.shares(self.here)))
         with progress_bar(label, total, "images", shown=self.here.rank == 0) as advance:
             found = collect(gallery, self.detector, self.here, self.parts, name, advance)
         images = first_images(gallery, self.here, PERCEIVED) if self.perceives else None
         if self.here.rank == 0:
-            values = measure(self.config.metrics, self.evidence(found, reference, images, seed))
+            values = measure(self.config.metrics, self.evidence(found, images, seed))
             done = {
                 "values": values,
                 "evaluations": gallery.evaluations if isinstance(gallery, Drawn) else 0,
@@ -334,17 +323,15 @@ class Bench:
     def perceives(self) -> bool:
         return "lpips" in self.config.metrics
 
-    def evidence(self, found: Collected, reference: Reference, images: Any, seed: int) -> Evidence:
+    def evidence(self, found: Collected, images: Any, seed: int) -> Evidence:
         return Evidence(
             detector=self.detector.name,
             samples=found.features,
             moments=found.moments(),
-            reference=reference.features,
-            reference_moments=reference.moments,
+            known=self.known,
             seed=seed,
             logits=found.logits,
             texts=found.texts,
-            reference_texts=reference.texts,
             encode_text=text_encoder(self.config.text_encoder, self.detector),
             joint_text=getattr(self.detector, "encode_text", None),
             images=images,
@@ -352,15 +339,13 @@ class Bench:
 
     # -------- the end of it
 
-    def conclude(
-        self, results: list[tuple[Setting, list[dict[str, Any]]]], reference: Reference
-    ) -> dict[str, Any]:
+    def conclude(self, results: list[tuple[Setting, list[dict[str, Any]]]]) -> dict[str, Any]:
         """The table, the picture, and the record with where every number comes from."""
-        config = self.config
+        config, reference = self.config, self.reference
         base = baseline(reference, config.metrics, config.count, cache_folder(config.cache))
         record = {
             "model": config.model,
-            "files": self.fingerprint(),
+            "files": self.fingerprint,
             "count": config.count,
             "seeds": config.seeds,
             "detector": facts_of(self.detector).model_dump(),

@@ -1,4 +1,4 @@
-"""Features of a gallery, kept in files as they come: a kill costs a batch, not an evening.
+"""Features of a gallery, kept in files as they come: a kill costs batches, not an evening.
 
 The detector works in a thread of its own: while it looks at one batch, the next one is drawn.
 """
@@ -73,7 +73,7 @@ class Collected:
 
     def __init__(self, folder: Path, name: str, detector: Detector) -> None:
         self.dims, self.files = detector.dims, (folder / f"{name}.f32", folder / f"{name}.jsonl")
-        self.classes = count_classes(detector)
+        self.classes = detector.classes
         self.sources: list[Collected] = []  # what this was joined from
         self.bank = Bank(self.files[0], self.dims + self.classes)
         self.ledger = Ledger(self.files[1])
@@ -124,12 +124,6 @@ class Collected:
         for file in self.files:
             with suppress(FileNotFoundError):
                 file.unlink()
-
-
-def count_classes(detector: Detector) -> int:
-    """How many logits it gives; 0 if it is no classifier."""
-    logits = detector(torch.zeros(1, 3, 32, 32, dtype=torch.uint8)).logits
-    return 0 if logits is None else logits.shape[1]
 
 
 # ---------------------------------------------------------------- looking

@@ -5,6 +5,7 @@ part of each round of batches, so that rounds, joined in the order of processes,
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -271,10 +272,11 @@ def find_data(name: str, columns: Columns) -> DataConfig | None:
     folder = Path(name).expanduser()
     if not folder.is_dir() or _is_model(folder):
         return None
-    if any(folder.rglob("*.parquet")):
+    files = {file for _, _, names in os.walk(folder) for file in names}
+    if any(file.endswith(".parquet") for file in files):
         return DataConfig(source=Parquet(files=(name,)), columns=columns)
     # A folder's images have no column of their own name, and captions only where a file says so.
-    text = columns.text if any(folder.rglob("metadata.*")) else ""
+    text = columns.text if any(file.startswith("metadata.") for file in files) else ""
     return DataConfig(source=Folder(path=name), columns=Columns(text=text))
 
 

@@ -18,6 +18,7 @@ KD-....
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -25,10 +26,11 @@ from torch import Tensor
 
 from stillhouse.errors import UserError
 from stillhouse.metrics.bank import Rows, blocks
+from stillhouse.metrics.detectors import Detector
 from stillhouse.metrics.frechet import frechet_distance, frechet_infinity
-from stillhouse.metrics.kernels import all_pairs_distance, maximum_mean_discrepancy
+from stillhouse.metrics.kernels import all_pairs_distance, maximum_mean_discrepancy, mean_within
 from stillhouse.metrics.moments import Moments
-from stillhouse.metrics.neighbours import prdc
+from stillhouse.metrics.neighbours import K, prdc, radii
 from stillhouse.metrics.perceptual import Lpips, diversity
 from stillhouse.metrics.scores import ClassScore, Pairs, caption_retrieval, clip_score
 
@@ -36,6 +38,25 @@ MetricName = Literal[
     "fid", "fid-infinity", "kid", "cmmd", "is", "prdc", "lpips", "clip-score", "retrieval"
 ]
 Values = dict[str, float]
+Encode = Callable[[Sequence[str]], Tensor]
+STAND_INS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))  # for features
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What samples are compared with; what it takes of this alone is computed once."""
+
+    rows: Rows
+    moments: Moments
+    texts: Sequence[str] = ()
+
+    @cached_property
+    def radii(self) -> Tensor:
+        return radii(self.rows, K)
+
+    @cached_property
+    def within(self) -> float:
+        return mean_within(self.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +66,12 @@ class Evidence:
     detector: str
     samples: Rows
     moments: Moments
-    reference: Rows
-    reference_moments: Moments
+    known: Known
     seed: int = 0
     logits: Rows | None = None
     texts: Sequence[str] = ()
-    reference_texts: Sequence[str] = ()
-    encode_text: Callable[[Sequence[str]], Tensor] | None = None
-    joint_text: Callable[[Sequence[str]], Tensor] | None = None
+    encode_text: Encode | None = None
+    joint_text: Encode | None = None
     """The detector's own, into the space of the images; any other is no CLIP score."""
     images: tuple[Tensor, Sequence[int]] | None = None
     """Some of the samples themselves, uint8, with their labels."""
@@ -71,23 +90,23 @@ def named(metric: str, detector: str) -> str:
 
 
 def _fid(seen: Evidence) -> Values:
-    distance = frechet_distance(seen.moments, seen.reference_moments)
+    distance = frechet_distance(seen.moments, seen.known.moments)
     return {named("fid", seen.detector): distance}
 
 
 def _fid_infinity(seen: Evidence) -> Values:
-    found = frechet_infinity(seen.samples, seen.reference_moments, seed=seen.seed)
+    found = frechet_infinity(seen.samples, seen.known.moments, seed=seen.seed)
     return {named("fid-infinity", seen.detector): found.value}
 
 
 def _kid(seen: Evidence) -> Values:
-    distance = all_pairs_distance(seen.samples, seen.reference)
+    distance = all_pairs_distance(seen.samples, seen.known.rows, within_y=seen.known.within)
     return {named("kid", seen.detector): distance}
 
 
 def _cmmd(seen: Evidence) -> Values:
     name = "CMMD" if seen.detector == "CLIP" else f"MMD-{seen.detector}"
-    return {name: maximum_mean_discrepancy(seen.samples, seen.reference)}
+    return {name: maximum_mean_discrepancy(seen.samples, seen.known.rows)}
 
 
 def _is(seen: Evidence) -> Values:
@@ -101,7 +120,8 @@ def _is(seen: Evidence) -> Values:
 
 
 def _prdc(seen: Evidence) -> Values:
-    return {k: float(v) for k, v in prdc(seen.reference, seen.samples)._asdict().items()}
+    found = prdc(seen.known.rows, seen.samples, real_radii=seen.known.radii)
+    return {name: float(value) for name, value in found._asdict().items()}
 
 
 def _lpips(seen: Evidence) -> Values:
@@ -121,13 +141,13 @@ def _clip_score(seen: Evidence) -> Values:
 
 
 def _retrieval(seen: Evidence) -> Values:
-    if seen.encode_text is None or not (seen.texts and seen.reference_texts):
+    if seen.encode_text is None or not (seen.texts and seen.known.texts):
         raise UserError(
             "retrieval needs captions of samples and reference (--columns.text) and --text-encoder"
         )
-    known, shown = seen.reference_texts, seen.texts
+    known, shown = seen.known.texts, seen.texts
     found = caption_retrieval(
-        Pairs(seen.reference, seen.encode_text(known), known),
+        Pairs(seen.known.rows, seen.encode_text(known), known),
         Pairs(seen.samples, seen.encode_text(shown), shown),
     )
     values = {f"recall@{k}": value for k, value in found.recall.items()}
@@ -159,3 +179,33 @@ def measure(metrics: Sequence[str], seen: Evidence) -> Values:
     for name in metrics:
         values |= METRICS[name](seen)
     return values
+
+
+def rehearse(
+    metrics: Sequence[str],
+    detector: Detector,
+    known: Known,
+    count: int,
+    *,
+    captioned: bool = False,
+    encode_text: Encode | None = None,
+) -> None:
+    """What a metric refuses of `count` samples, it refuses here: before anything is drawn."""
+    rows, moments = STAND_INS[:count], Moments.of(STAND_INS)
+    joint = getattr(detector, "encode_text", None)
+
+    def encode(texts: Sequence[str]) -> Tensor:
+        return STAND_INS[: len(texts)]
+
+    stand_ins = Evidence(
+        detector=detector.name,
+        samples=rows,
+        moments=moments,
+        known=Known(STAND_INS[: len(known.rows)], moments, known.texts[: len(STAND_INS)]),
+        logits=rows if detector.classes else None,
+        texts=["a"] * len(rows) if captioned else (),
+        encode_text=encode if encode_text else None,
+        joint_text=encode if joint else None,
+        images=(torch.zeros(2, 3, 64, 64, dtype=torch.uint8), [0, 0]),
+    )
+    measure(metrics, stand_ins)

@@ -20,14 +20,13 @@ from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.metrics.detectors import Detector, DetectorConfig, InceptionConfig
-from stillhouse.metrics.moments import Moments
 from stillhouse.metrics.references import Reference
 from stillhouse.process import Condition, Denoiser
 from stillhouse.recipes import verdicts
-from stillhouse.recipes.extraction import Collected, collect, count_classes
+from stillhouse.recipes.extraction import Collected, collect
 from stillhouse.recipes.galleries import Drawn, Pixels, Shown, Stored, find_data
 from stillhouse.recipes.learner import NAME, Learner
-from stillhouse.recipes.measures import DISTANCES, Evidence, measure
+from stillhouse.recipes.measures import Evidence, Known, measure, rehearse
 from stillhouse.recipes.parts import Dpmpp3M, Solver
 from stillhouse.recipes.progress import progress_bar
 from stillhouse.recipes.referring import CACHE, Library, baseline, cache_folder
@@ -81,8 +80,9 @@ class Evaluation(Config):
         library = Library(cache_folder(self.cache), detector, here, refresh=self.refresh)
         images = Columns(image=data.columns.image)
         reference = library.open(self.reference, pixels, lambda: self._stored(images, pixels))
-        here.first(lambda: rehearse(self.metrics, detector, reference))
-        return Evaluator(self, learner, average, pixels, detector, reference)
+        known = Known(reference.features, reference.moments)
+        here.first(lambda: rehearse(self.metrics, detector, known, self.count))
+        return Evaluator(self, learner, average, pixels, detector, reference, known)
 
     def _stored(self, columns: Columns, pixels: Pixels) -> Stored:
         data = find_data(self.reference, columns)
@@ -93,15 +93,6 @@ class Evaluation(Config):
                 "statistics of an earlier reference (.safetensors)"
             )
         return Stored(self.reference, data, pixels, count=0, batch=self.batch, seed=0)
-
-
-def rehearse(metrics: tuple[str, ...], detector: Detector, reference: Reference) -> None:
-    """Whatever a metric refuses, it refuses before training. Distances take any features."""
-    rows, classes = reference.features[:LEAST], count_classes(detector)
-    logits = torch.zeros(LEAST, classes) if classes else None
-    moments = Moments.of(rows)
-    seen = Evidence(detector.name, rows, moments, rows, moments, logits=logits)
-    measure([name for name in metrics if name not in DISTANCES], seen)
 
 
 # ---------------------------------------------------------------- the hook
@@ -117,6 +108,7 @@ class Evaluator:
     pixels: Pixels
     detector: Detector
     reference: Reference
+    known: Known  # the same, to compare with
     introduced: bool = field(default=False, init=False)
 
     def __call__(self, engine: Engine) -> None:
@@ -164,8 +156,7 @@ class Evaluator:
             self.detector.name,
             found.features,
             found.moments(),
-            self.reference.features,
-            self.reference.moments,
+            self.known,
             self.config.seed,
             logits=found.logits,
         )

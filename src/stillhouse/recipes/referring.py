@@ -28,7 +28,7 @@ from stillhouse.metrics.references import (
 from stillhouse.recipes.claims import locked
 from stillhouse.recipes.extraction import Collected, collect
 from stillhouse.recipes.galleries import Gallery, Pixels
-from stillhouse.recipes.measures import OF_FEATURES, Evidence, Values, measure
+from stillhouse.recipes.measures import OF_FEATURES, Evidence, Known, Values, measure
 from stillhouse.recipes.progress import progress_bar
 
 CACHE = Path("~/.cache/stillhouse/references")
@@ -179,7 +179,7 @@ def _floor(reference: Reference, metrics: Sequence[str], count: int) -> Values:
         part = Moments.of(rows[:count])
         rest = reference.moments - part
         name = reference.facts.detector.name
-        seen = Evidence(name, rows[:count], part, rows[count:], rest)
+        seen = Evidence(name, rows[:count], part, Known(rows[count:], rest))
         return measure([m for m in metrics if m in OF_FEATURES], seen)
     except UserError:  # too few
         return {}
