@@ -1,0 +1,172 @@
+"""Does noise that lies near save images? Real data, equal images seen, several seeds.
+
+    STILLHOUSE_DATA=../shared/data STILLHOUSE_WEIGHTS=../shared/weights \\
+        python benchmarks/immiscible.py [NAME ...] [--plan] [--work runs/immiscible]
+
+A name is DATA-ARM-SEED, or the beginning of one: `fashion-nearest` is three runs. What has a file
+in results/immiscible is not run again, and a run that was broken off goes on where it was, so the
+same command works through the plan over any number of sittings. `--plan` prints the commands.
+
+Every run is `stillhouse train` in four legs, with `stillhouse evaluate` after each, and a picture
+of what the denoiser says of pure noise.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results" / "immiscible"
+LEGS, SAMPLES, STEPS = 4, 2000, (5, 10, 20)
+SHOWN = 16  # images of the picture
+
+# What all arms share: flow matching with times drawn evenly, so that pure noise is trained on too.
+COMMON = """--process flow --objective flow --objective.density uniform-time --batch 128
+    --spread.precision bf16 --optim.lr 1e-3 --optim.warmup 4000 --optim.schedule constant
+    --averages '[{"kind": "half-life", "images": 4000}]' --log-every 1280"""
+NO_CLASSES = "--data.columns.label '' --classes 0"
+
+
+class Data(NamedTuple):
+    """A data set, its network, and how it is judged."""
+
+    train: str
+    leg: int  # images
+    reference: str
+    detector: str
+
+
+DATA = {
+    "fashion": Data(
+        f"fashion-unet --network.channels 32 64 96 {COMMON} {NO_CLASSES}",
+        25_600,
+        "fashion:test",
+        "mobilenet-v2",
+    ),
+    "cifar10": Data(
+        "cifar10-unet --network.channels 48 96 128 --network.layers 1 --network.attention 2 "
+        f"--network.head-width 16 --network.dropout 0 {COMMON} {NO_CLASSES}",
+        25_600,
+        "cifar10:test",
+        "resnet56-cifar10",
+    ),
+    "classes": Data(
+        f"fashion-unet --network.channels 32 64 96 {COMMON}",
+        25_600,
+        "fashion:test",
+        "mobilenet-v2",
+    ),
+}
+
+ARMS = {
+    "independent": "",
+    "assignment": "--coupling assignment",
+    "nearest": "--coupling nearest",
+    "within": "--coupling conditional --coupling.mode within-class",
+    "soft": "--coupling conditional --coupling.mode soft",
+}
+
+PLAN = [
+    *(("fashion", arm, seed) for seed in range(3) for arm in list(ARMS)[:3]),
+    *(("classes", arm, 0) for arm in ("independent", "assignment", "within", "soft")),
+    *(("cifar10", arm, seed) for seed in range(2) for arm in ("independent", "nearest")),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="beginnings of DATA-ARM-SEED; all if none")
+    parser.add_argument("--plan", action="store_true", help="print the commands and what is done")
+    parser.add_argument("--work", type=Path, default=Path("runs/immiscible"))
+    options = parser.parse_args()
+    for data, arm, seed in PLAN:
+        name = f"{data}-{arm}-{seed}"
+        wanted = not options.names or any(name.startswith(begin) for begin in options.names)
+        done = (RESULTS / f"{name}.json").exists()
+        if options.plan and wanted:
+            print(f"# {name}{' (done)' if done else ''}")
+            for _, words in commands(name, options.work):
+                print("stillhouse", shlex.join(words))
+        elif wanted and not done:
+            experiment(name, options.work)
+
+
+# ---------------------------------------------------------------- one run
+
+
+def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Four times train and evaluate, then the picture; with the file that says it is done."""
+    kind, arm, seed = name.split("-")
+    data, run = DATA[kind], work / name
+    every = (
+        f"--checkpoint-every {data.leg} --validation.every {data.leg} --preview.every {data.leg}"
+    )
+    for leg in range(1, LEGS + 1):
+        judged = run / f"leg-{leg}" / "evaluation.json"
+        train = f"train {data.train} {ARMS[arm]} --seed {seed} {every} --images {leg * data.leg}"
+        yield judged, shlex.split(f"{train} --out {run}")
+        evaluate = f"evaluate {run}/model --reference {data.reference} --detector {data.detector}"
+        evaluate += f" --metrics fid,kid --count {SAMPLES} --solvers euler --batch 100"
+        evaluate += f" --dtype bfloat16 --out {judged.parent} --steps {' '.join(map(str, STEPS))}"
+        yield judged, shlex.split(evaluate)
+    drawn = run / "one-shot" / "grid.png"
+    sample = f"sample {run}/model --count {SHOWN} --steps 1 --solver euler --out {drawn.parent}"
+    yield drawn, shlex.split(sample)
+
+
+def experiment(name: str, work: Path) -> None:
+    """Runs what of it is left, then keeps what it measured."""
+    for result, words in commands(name, work):
+        if not result.exists():
+            print("$ stillhouse", shlex.join(words), flush=True)
+            subprocess.run([sys.executable, "-m", "stillhouse", *words], check=True, env=quiet())
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    shutil.copy(work / name / "one-shot" / "grid.png", RESULTS / f"{name}.png")
+    record = summary(name, work / name)
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def quiet() -> dict[str, str]:
+    return os.environ | {"TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+
+
+def summary(name: str, run: Path) -> dict[str, Any]:
+    """Distances by images seen and steps, with their floor; and what the coupling did."""
+    kind, arm, seed = name.split("-")
+    points = []
+    for leg in range(1, LEGS + 1):
+        found = json.loads((run / f"leg-{leg}" / "evaluation.json").read_text())
+        points += [
+            {"images": leg * DATA[kind].leg, "steps": row["steps"]}
+            | {metric: round(values[0], 5) for metric, values in row["values"].items()}
+            for row in found["settings"]
+        ]
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    logged = ("validation/loss", "coupling/reduction", "coupling/leak", "coupling/chance")
+    logged += ("coupling/seconds",)
+    rates = [line["images_per_second"] for line in lines if "images_per_second" in line]
+    return {
+        "data": kind,
+        "arm": arm,
+        "seed": int(seed),
+        "parameters": json.loads((run / "run.json").read_text())["network"]["parameters"],
+        "samples": SAMPLES,
+        "points": points,
+        "floor": found["floor"],
+        "expected_of_a_perfect_model": found["expected_of_a_perfect_model"],
+        "images_per_second": round(sorted(rates)[len(rates) // 2], 1) if rates else None,
+        **{
+            key: [[line["images"], round(line[key], 5)] for line in lines if key in line][-4:]
+            for key in logged
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
