@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results" / "immiscible"
-LEGS, SAMPLES, STEPS = 4, 2000, (5, 10, 20)
+NUMBERS = (1, 2, 3, 4)  # of the legs
+SAMPLES, STEPS = 2000, (5, 10, 20)
 SHOWN = 16  # images of the picture
 
 # What all arms share: flow matching with times drawn evenly, so that pure noise is trained on too.
@@ -104,10 +105,9 @@ def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
     """Four times train and evaluate, then the picture; with the file that says it is done."""
     kind, arm, seed = name.split("-")
     data, run = DATA[kind], work / name
-    every = (
-        f"--checkpoint-every {data.leg} --validation.every {data.leg} --preview.every {data.leg}"
-    )
-    for leg in range(1, LEGS + 1):
+    every = f"--checkpoint-every {data.leg} --validation.every {data.leg}"
+    every += f" --preview.every {data.leg}"
+    for leg in NUMBERS:
         judged = run / f"leg-{leg}" / "evaluation.json"
         train = f"train {data.train} {ARMS[arm]} --seed {seed} {every} --images {leg * data.leg}"
         yield judged, shlex.split(f"{train} --out {run}")
@@ -139,14 +139,13 @@ def quiet() -> dict[str, str]:
 def summary(name: str, run: Path) -> dict[str, Any]:
     """Distances by images seen and steps, with their floor; and what the coupling did."""
     kind, arm, seed = name.split("-")
-    points = []
-    for leg in range(1, LEGS + 1):
-        found = json.loads((run / f"leg-{leg}" / "evaluation.json").read_text())
-        points += [
-            {"images": leg * DATA[kind].leg, "steps": row["steps"]}
-            | {metric: round(values[0], 5) for metric, values in row["values"].items()}
-            for row in found["settings"]
-        ]
+    legs = [json.loads((run / f"leg-{n}" / "evaluation.json").read_text()) for n in NUMBERS]
+    points = [
+        {"images": number * DATA[kind].leg, "steps": row["steps"]}
+        | {metric: round(values[0], 5) for metric, values in row["values"].items()}
+        for number, found in zip(NUMBERS, legs, strict=True)
+        for row in found["settings"]
+    ]
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     logged = ("validation/loss", "coupling/reduction", "coupling/leak", "coupling/chance")
     logged += ("coupling/seconds",)
@@ -158,8 +157,8 @@ def summary(name: str, run: Path) -> dict[str, Any]:
         "parameters": json.loads((run / "run.json").read_text())["network"]["parameters"],
         "samples": SAMPLES,
         "points": points,
-        "floor": found["floor"],
-        "expected_of_a_perfect_model": found["expected_of_a_perfect_model"],
+        "floor": legs[-1]["floor"],
+        "expected_of_a_perfect_model": legs[-1]["expected_of_a_perfect_model"],
         "images_per_second": round(sorted(rates)[len(rates) // 2], 1) if rates else None,
         **{
             key: [[line["images"], round(line[key], 5)] for line in lines if key in line][-4:]
