@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("evaluate", {"overhead", "memory_ratio"}),
         ("coupling", {"n", "step_share", "reduction"}),
+        ("conditioning", {"control_overhead"}),
     ],
 )
 def test_a_quick_benchmark_prints_its_figures(name, keys, tmp_path):

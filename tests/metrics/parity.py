@@ -9,9 +9,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
+
+from stillhouse.errors import UserError
+from stillhouse.recipes.telling import packaged
 
 # Operators that torchvision expects of its compiled part: declared, they are enough to import it.
 PRELUDE = """
@@ -32,7 +36,18 @@ def parity_folder() -> Path:
     folder = os.environ.get("STILLHOUSE_PARITY", "")
     if folder and Path(folder).is_dir():
         return Path(folder)
-    reason = "STILLHOUSE_PARITY does not name the folder of reference packages (see .ci/run)"
+    missing("STILLHOUSE_PARITY does not name the folder of reference packages (see .ci/run)")
+
+
+def minilm_folder() -> str:
+    """The sentence encoder that a package brings with it; likewise."""
+    try:
+        return packaged("minilm")
+    except UserError as error:
+        missing(str(error))
+
+
+def missing(reason: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)

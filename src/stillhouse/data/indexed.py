@@ -8,13 +8,16 @@ and any resume give the same images under the same keys.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+from stillhouse.data.crops import Size
 from stillhouse.data.faults import Corrupt, Fault, FaultConfig, FaultLog
 from stillhouse.data.loaded import (
     Loaded,
+    Loader,
     Maker,
     Picture,
     Stack,
@@ -25,7 +28,7 @@ from stillhouse.data.loaded import (
 )
 from stillhouse.data.permutation import permute
 from stillhouse.data.rows import Row
-from stillhouse.data.sources import IndexedImages
+from stillhouse.data.sources import Captions, IndexedImages
 from stillhouse.errors import UserError
 
 _NEIGHBOURS = 16  # damaged images in a row that are passed over
@@ -39,6 +42,23 @@ def rows_at(keys: Sequence[int], n: int, seed: int) -> list[int]:
         inside = epochs == epoch
         rows[inside] = permute(places[inside], n, seed, int(epoch), "epoch")
     return rows.tolist()
+
+
+class Order(Protocol):
+    """Which rows the images of the run are, and the size they are made: None is the usual one."""
+
+    def __call__(self, keys: range) -> tuple[Sequence[int], Size | None]: ...
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Every row once in each epoch."""
+
+    n: int
+    seed: int
+
+    def __call__(self, keys: range) -> tuple[Sequence[int], Size | None]:
+        return rows_at(keys, self.n, self.seed), None
 
 
 @dataclass(frozen=True)
@@ -65,19 +85,21 @@ class KeySampler:
 class _Fetch(Dataset):
     """A range of keys in, a batch out; runs in the workers."""
 
-    def __init__(self, images: IndexedImages, maker: Maker) -> None:
+    def __init__(self, images: IndexedImages, maker: Maker, order: Order | None = None) -> None:
         self.images, self.maker = images, maker
+        self.order = order or Shuffled(len(images), maker.seed)
 
     def __getitem__(self, keys: range) -> Stack | UserError:
         faults: list[Fault] = []
         try:
-            rows = self.images.rows(rows_at(keys, len(self.images), self.maker.seed))
-            pictures = [self._good(*pair, faults) for pair in zip(rows, keys, strict=True)]
+            rows, size = self.order(keys)
+            pairs = zip(self.images.rows(rows), keys, strict=True)
+            pictures = [self._good(row, key, size, faults) for row, key in pairs]
             return self.maker.stack(pictures, keys, faults)
         except UserError as error:
             return error
 
-    def _good(self, row: Row, key: int, faults: list[Fault]) -> Picture:
+    def _good(self, row: Row, key: int, size: Size | None, faults: list[Fault]) -> Picture:
         """The picture, or that of the next row of the data set that can be used.
 
         No other key sees a different image because of it, and the replacement is always the same.
@@ -85,7 +107,7 @@ class _Fetch(Dataset):
         n = len(self.images)
         for _ in range(_NEIGHBOURS):
             try:
-                return self.maker.picture(row, key)
+                return self.maker.picture(row, key, size)
             except Corrupt as reason:
                 after = (row.id + 1) % n
                 faults.append(Fault(row.where, f"{reason}; image {after} is shown instead"))
@@ -103,6 +125,7 @@ class IndexedLoader:
         self,
         images: IndexedImages,
         maker: Maker,
+        order: Order | None = None,
         *,
         batch: int,
         start: int = 0,
@@ -113,8 +136,7 @@ class IndexedLoader:
         worker_start: WorkerStart = "auto",
         faults: FaultConfig | None = None,
     ) -> None:
-        self.images, self.maker = images, maker
-        self.rows = len(images)
+        self.images, self.maker, self.order = images, maker, order
         self.sampler = KeySampler(batch, start, stop, rank, world)
         self.options = worker_options(workers, worker_start)
         self.log = FaultLog(faults or FaultConfig())
@@ -124,14 +146,30 @@ class IndexedLoader:
 
     def __iter__(self) -> Iterator[Loaded]:
         keys, batch = self.sampler, self.sampler.batch
-        loader = DataLoader(_Fetch(self.images, self.maker), sampler=keys, **self.options)  # type: ignore[arg-type]
+        fetch = _Fetch(self.images, self.maker, self.order)
+        loader = DataLoader(fetch, sampler=keys, **self.options)  # type: ignore[arg-type]
         try:
             for step, item in enumerate(loader, start=1):
                 seen = keys.start + step * batch
-                state = indexed_state(min(seen, keys.stop or seen), self.rows)
-                yield self.maker.finish(item, self.log, state)
+                yield self.maker.finish(item, self.log, self._state(min(seen, keys.stop or seen)))
         finally:
             del loader  # ends its workers now, even where a traceback keeps this frame alive
+
+    def _state(self, images: int) -> State:
+        state = indexed_state(images, len(self.images))
+        return state if self.order is None else {**state, "batch": self.sampler.batch}
+
+
+def numbered_captions(loader: Loader) -> Captions:
+    """The captions behind a loader, which `Captions.of` finds by the ids of a batch."""
+    if not isinstance(loader, IndexedLoader):
+        raise UserError(
+            "only the captions of an indexed source can be listed before training: leave "
+            "--data.source.streaming out"
+        )
+    if not loader.images.columns.text:
+        raise UserError("the data has no column of captions: name it as --data.columns.text")
+    return loader.images.captions()
 
 
 def indexed_state(images: int, rows: int) -> State:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stillhouse.data.crops import ControlConfig, Frame, Layout, Size
 from stillhouse.data.faults import Fault, FaultLog
 from stillhouse.data.rows import Columns, Row, image_bytes, label_number, text_of
-from stillhouse.data.transforms import Frame, ImageConfig, Layout, array_image, decode, to_float
+from stillhouse.data.transforms import ImageConfig, array_image, decode, to_float
 from stillhouse.errors import UserError
 from stillhouse.process import Batch, Condition
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]  # JSON
 WorkerStart = Literal["auto", "fork", "forkserver", "spawn"]
+NO_CONTROL = ControlConfig()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,7 @@ class Picture(NamedTuple):
     label: int
     text: str
     id: int
+    control: tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +71,7 @@ class Stack:
     labels: list[int]
     text: tuple[str, ...]
     ids: list[int]
+    control: list[tuple[float, ...]]
     faults: tuple[Fault, ...]
 
 
@@ -78,20 +82,23 @@ class Maker:
     image: ImageConfig
     columns: Columns
     seed: int
+    control: ControlConfig = NO_CONTROL
 
-    def picture(self, row: Row, key: int) -> Picture:
-        """Raises `Corrupt` if the row cannot be used."""
+    def picture(self, row: Row, key: int, size: Size | None = None) -> Picture:
+        """`size` if not the usual square. Raises `Corrupt` if the row cannot be used."""
         image = open_image(row, self.image.mode)
         label = label_number(row.label) if self.columns.label else 0
-        pixels, layout = self.image.apply(image, key, self.seed)
-        return Picture(pixels, layout, label, text_of(row.text), row.id)
+        pixels, layout = self.image.apply(image, key, self.seed, size)
+        styles = zip(self.columns.styles, row.styles, strict=True)
+        control = self.control.values(layout, [s.number(v, row.where) for s, v in styles])
+        return Picture(pixels, layout, label, text_of(row.text), row.id, control)
 
     def stack(
         self, pictures: Sequence[Picture], keys: Sequence[int], faults: Iterable[Fault]
     ) -> Stack:
-        pixels, layouts, labels, text, ids = zip(*pictures, strict=True)
+        pixels, layouts, labels, text, ids, control = map(list, zip(*pictures, strict=True))
         return Stack(
-            np.stack(pixels), keys, list(layouts), list(labels), text, list(ids), tuple(faults)
+            np.stack(pixels), keys, layouts, labels, tuple(text), ids, control, tuple(faults)
         )
 
     def finish(self, item: Stack | UserError, log: FaultLog, state: State) -> Loaded:
@@ -102,15 +109,20 @@ class Maker:
         if isinstance(item, UserError):
             raise item
         log.add(item.faults)
-        label = Condition(label=torch.tensor(item.labels)) if self.columns.label else None
         batch = Batch(
             data=to_float(torch.from_numpy(item.pixels)),
-            condition=label,
+            condition=self._condition(item),
             ids=torch.tensor(item.ids),
             key=torch.tensor(item.keys),
         )
         text = item.text if self.columns.text else None
         return Loaded(batch, Frame.of(item.layouts), text, item.faults, state)
+
+    def _condition(self, item: Stack) -> Condition | None:
+        label = torch.tensor(item.labels) if self.columns.label else None
+        control = torch.tensor(item.control) if item.control[0] else None
+        said = label is not None or control is not None
+        return Condition(label=label, control=control) if said else None
 
 
 def open_image(row: Row, mode: Literal["rgb", "grey"]) -> "Image":

@@ -6,6 +6,8 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from stillhouse.config import Config
+from stillhouse.data.buckets import Buckets, NoBuckets
+from stillhouse.data.crops import ControlConfig
 from stillhouse.data.faults import FaultConfig
 from stillhouse.data.indexed import IndexedLoader
 from stillhouse.data.loaded import Loader, Maker, State, WorkerStart
@@ -23,6 +25,9 @@ class DataConfig(Config):
     source: Source = Parquet()
     columns: Columns = Columns()
     image: ImageConfig = ImageConfig()
+    control: ControlConfig = ControlConfig()
+    buckets: Buckets = NoBuckets()
+    """Shapes of batches, for images that are not all square."""
     workers: NonNegativeInt = 0
     """Processes that read, per training process; 0 reads in the prefetch thread."""
     worker_start: WorkerStart = "auto"
@@ -52,7 +57,6 @@ class DataConfig(Config):
         `resume` holds the stored states of all processes by rank (of an indexed source, any one of
         them); without it the run begins at image `start`. `stop` ends an indexed source.
         """
-        maker = Maker(self.image, self.columns, seed)
         common = {
             "batch": batch,
             "rank": rank,
@@ -61,21 +65,39 @@ class DataConfig(Config):
             "worker_start": self.worker_start,
             "faults": self.faults,
         }
+        maker = Maker(self.image, self.columns, seed, self.control)
+        bucketed = not isinstance(self.buckets, NoBuckets)
         if not isinstance(self.source, Folder) and self.source.streaming:
             if stop is not None:
                 raise UserError("a streamed source has no end to stop at: use an indexed one")
+            if bucketed:
+                raise UserError(
+                    "a streamed source cannot be sorted into buckets, as its images are not known "
+                    "before they are read: leave --data.source.streaming or --data.buckets out"
+                )
             shards = self.source.open_shards(self.columns)
             return StreamedLoader(
                 shards, maker, start=start, resume=resume, buffer=self.buffer, **common
             )
-        if resume and resume[0].get("kind") != "indexed":
-            raise UserError("the checkpoint comes from a streamed source, this one is indexed")
         images = self.source.open_indexed(self.columns)
-        if resume and resume[0].get("rows", len(images)) != len(images):
-            raise UserError(
-                f"the data had {resume[0]['rows']} images when the run was stopped and has "
-                f"{len(images)} now: the place in it is lost. Restore it, or start anew with "
-                "another --out"
-            )
-        start = resume[0]["images"] if resume else start
-        return IndexedLoader(images, maker, start=start, stop=stop, **common)
+        if resume:
+            _check_place(resume[0], len(images), batch if bucketed else None)
+            start = resume[0]["images"]
+        order = self.buckets.build(images, self.image.size, batch, seed)
+        return IndexedLoader(images, maker, order, start=start, stop=stop, **common)
+
+
+def _check_place(state: State, rows: int, batch: int | None) -> None:
+    """Whether a place in the data means here what it meant there. `batch` of bucketed data."""
+    if state.get("kind") != "indexed":
+        raise UserError("the checkpoint comes from a streamed source, this one is indexed")
+    if state.get("rows", rows) != rows:
+        raise UserError(
+            f"the data had {state['rows']} images when the run was stopped and has {rows} now: the "
+            "place in it is lost. Restore it, or start anew with another --out"
+        )
+    if state.get("batch") != batch:
+        raise UserError(
+            "the checkpoint counts its place in the data by other buckets or batches: use the same "
+            "--data.buckets and --batch, or start anew with another --out"
+        )

@@ -1,10 +1,40 @@
-"""One row of a data set: which columns hold the image, the label and the text."""
+"""One row of a data set: which columns hold the image, the label, the text and its styles."""
 
-from typing import Any, NamedTuple
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+from pydantic import Field
 
 from stillhouse.config import Config
 from stillhouse.data.faults import Corrupt
 from stillhouse.errors import UserError
+
+_SHOWN = 12  # values of a column that an error lists
+
+
+class Style(Config):
+    """A column of few values, told to the network by number: a categorical control.
+
+    The values stand here and not in the data, so that a number means the same in every run.
+    """
+
+    column: Annotated[str, Field(min_length=1)]
+    values: tuple[str, ...] = ()
+    """Value i is number i."""
+
+    def number(self, value: Any, where: str) -> float:
+        """Not a number where the row says nothing."""
+        if value is None:
+            return float("nan")
+        text = text_of(value)
+        if text not in self.values:
+            raise UserError(
+                f"the style column {self.column!r} holds {text!r} in {where}, which is not among "
+                f"its values ({_listed(self.values)}). Name it in --data.columns.styles"
+            )
+        return float(self.values.index(text))
 
 
 class Columns(Config):
@@ -16,6 +46,14 @@ class Columns(Config):
     image: str = "image"
     label: str = ""
     text: str = ""
+    styles: tuple[Style, ...] = ()
+    """Categorical controls, as JSON: [{"column": "style", "values": ["flat", "3d"]}]."""
+
+    @property
+    def roles(self) -> list[tuple[str, str]]:
+        """Every column that is read, with what it is for."""
+        named = [("image", self.image), ("label", self.label), ("text", self.text)]
+        return [*named, *(("styles", style.column) for style in self.styles)]
 
 
 class Row(NamedTuple):
@@ -26,11 +64,12 @@ class Row(NamedTuple):
     text: Any
     id: int
     where: str  # how a report names it
+    styles: tuple[Any, ...] = ()
 
 
 def check_columns(features: Any, columns: Columns, where: str) -> None:
     """One sentence for a column that is not there, or that cannot be what it should be."""
-    for role, name in columns:
+    for role, name in columns.roles:
         if name and name not in features and name.split(".")[0] not in features:
             there = ", ".join(features)
             raise UserError(
@@ -46,6 +85,26 @@ def check_columns(features: Any, columns: Columns, where: str) -> None:
         )
 
 
+def check_style(style: Style, found: Iterable[Any] = ()) -> None:
+    """Refuses values that are not named; `found` are those of the data, where they are known."""
+    there = {text_of(value) for value in found if value is not None}
+    strange = sorted(there - {*style.values})
+    if style.values and not strange:
+        return
+    wrong = f"also holds {_listed(strange)}" if style.values else "is named without its values"
+    known = [*style.values, *strange]
+    values = known if len(known) <= _SHOWN else [*known[:_SHOWN], "..."]
+    raise UserError(
+        f"the style column {style.column!r} {wrong}. Give all its values: --data.columns.styles "
+        f"'{json.dumps([{'column': style.column, 'values': values}])}'"
+    )
+
+
+def _listed(values: Sequence[str]) -> str:
+    more = len(values) - _SHOWN
+    return ", ".join(values[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
 def raw_images(features: Any) -> Any:
     """The same columns with images left encoded, so that a damaged one harms only itself."""
     import datasets
@@ -57,15 +116,33 @@ def raw_images(features: Any) -> Any:
     return raw
 
 
-def read_row(values: dict[str, Any], columns: Columns, id: int, where: str) -> Row:
-    image = _value(values, columns.image)
+Codes = Mapping[str, Sequence[str]]  # columns that hold numbers of names, with the names
+
+
+def style_codes(features: Any, columns: Columns) -> Codes:
+    """The styles whose column is one of class labels."""
+    found = {style.column: features.get(style.column) for style in columns.styles}
+    return {name: f.names for name, f in found.items() if getattr(f, "names", None)}
+
+
+def read_row(values: dict[str, Any], columns: Columns, codes: Codes, id: int, where: str) -> Row:
+    image = value_of(values, columns.image)
     path = image.get("path") if isinstance(image, dict) else None
     where = f"{where} ({path})" if path else where
-    label, text = _value(values, columns.label), _value(values, columns.text)
-    return Row(image, label, text, id, where)
+    label, text = value_of(values, columns.label), value_of(values, columns.text)
+    names = [style.column for style in columns.styles]
+    styles = tuple(decoded(value_of(values, name), codes.get(name)) for name in names)
+    return Row(image, label, text, id, where, styles)
 
 
-def _value(values: dict[str, Any], name: str) -> Any:
+def decoded(value: Any, names: Sequence[str] | None) -> Any:
+    """The name behind a class label, of which -1 is none; other values as they are."""
+    if names is None or value is None:
+        return value
+    return names[value] if value >= 0 else None
+
+
+def value_of(values: dict[str, Any], name: str) -> Any:
     if not name or name in values:
         return values.get(name)
     column, _, field = name.partition(".")
@@ -82,6 +159,18 @@ def image_bytes(image: Any) -> bytes | None:
     if isinstance(image, str):
         return _read(image)
     return bytes(image) if isinstance(image, bytes | bytearray) else None
+
+
+def image_file(image: Any) -> BinaryIO | None:
+    """The encoded image, of which only the beginning may be read; None for pixels."""
+    path = image.get("path") if isinstance(image, dict) and not image.get("bytes") else image
+    if not isinstance(path, str):
+        raw = image_bytes(image)
+        return None if raw is None else io.BytesIO(raw)
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise Corrupt(str(error)) from error
 
 
 def _read(path: str) -> bytes:

@@ -12,18 +12,38 @@ import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
 from stillhouse.config import Config
 from stillhouse.data import shardfiles
-from stillhouse.data.faults import Fault
-from stillhouse.data.rows import Columns, Row, check_columns, raw_images, read_row
+from stillhouse.data.crops import Size
+from stillhouse.data.faults import Corrupt, Fault
+from stillhouse.data.rows import (
+    Columns,
+    Row,
+    check_columns,
+    check_style,
+    decoded,
+    image_file,
+    raw_images,
+    read_row,
+    style_codes,
+    text_of,
+    value_of,
+)
 from stillhouse.data.tars import read_tar
+from stillhouse.data.transforms import upright_size
 from stillhouse.errors import UserError
 
 _CHUNK = 16  # rows of a Parquet file that are made Python objects at once
+_SCAN = 256  # the same of a column that is read from end to end
 
 Storage = dict[str, str | int | float | bool]
 
@@ -170,6 +190,18 @@ Source = Annotated[Parquet | Tars | Folder, Field(discriminator="kind")]
 # ---------------------------------------------------------------- opened sources
 
 
+@dataclass(frozen=True, eq=False)
+class Captions:
+    """The captions of an indexed source, each once, to be encoded once."""
+
+    texts: tuple[str, ...]
+    of_row: Tensor  # [rows] int64
+
+    def of(self, ids: Tensor) -> Tensor:
+        """The places in `texts` of the captions of these images, by their `Batch.ids`."""
+        return self.of_row[ids]
+
+
 class IndexedImages:
     """Rows by number."""
 
@@ -180,8 +212,11 @@ class IndexedImages:
             data = data.cast_column(name, feature)
         self.data, self.columns, self.faults = data, columns, faults
         self.classes = class_names(features, columns)
+        self.codes = style_codes(features, columns)
         if not len(data):
             raise UserError("the data set has no rows")
+        for style in columns.styles:
+            check_style(style, self._distinct(style.column))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -189,10 +224,37 @@ class IndexedImages:
     def rows(self, indices: Sequence[int]) -> list[Row]:
         """Several rows in one read."""
         table = self.data[list(indices)]
+        rows = (dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True))
         return [
-            read_row({k: v[i] for k, v in table.items()}, self.columns, index, f"image {index}")
-            for i, index in enumerate(indices)
+            read_row(row, self.columns, self.codes, index, f"image {index}")
+            for row, index in zip(rows, indices, strict=True)
         ]
+
+    def column(self, name: str) -> Iterator[Any]:
+        """All values of one column, without reading the others."""
+        top = name if name in self.data.features else name.split(".")[0]
+        if top not in self.data.features:
+            there = ", ".join(self.data.features)
+            raise UserError(f"there is no column {name!r}; the columns are: {there}")
+        for table in self.data.select_columns([top]).iter(batch_size=_SCAN):
+            for value in table[top]:
+                yield value_of({top: value}, name)
+
+    def _distinct(self, name: str) -> set[Any]:
+        """Values of a column, each once."""
+        found = self.data.unique(name) if name in self.data.features else self.column(name)
+        return {decoded(value, self.codes.get(name)) for value in found}
+
+    def captions(self) -> Captions:
+        """One pass over the column of text."""
+        texts = [text_of(value) for value in self.column(self.columns.text)]
+        distinct = sorted({*texts})
+        place = {text: at for at, text in enumerate(distinct)}
+        return Captions(tuple(distinct), torch.tensor([place[text] for text in texts]))
+
+    def sizes(self) -> NDArray[np.int64]:
+        """[rows, 2] height and width of the upright images, from their headers; 0 if unknown."""
+        return np.array([_size(image) for image in self.column(self.columns.image)], np.int64)
 
 
 class ShardedImages:
@@ -203,7 +265,10 @@ class ShardedImages:
     ) -> None:
         check_columns(features, columns, shards[0])
         self.source, self.shards, self.columns, self.features = source, shards, columns, features
+        for style in columns.styles:
+            check_style(style)
         self.classes = class_names(features, columns)
+        self.codes = style_codes(features, columns)
         self.names = short_names(shards)
 
     def __len__(self) -> int:
@@ -213,7 +278,20 @@ class ShardedImages:
         """The rows of one shard, from row `start` on."""
         path, name = self.shards[shard], self.names[shard]
         for at, values in enumerate(self.source.read(path, start, self.features), start):
-            yield read_row(values, self.columns, sample_id(name, at), f"row {at} of {path}")
+            id, where = sample_id(name, at), f"row {at} of {path}"
+            yield read_row(values, self.columns, self.codes, id, where)
+
+
+def _size(image: Any) -> Size:
+    try:
+        file = image_file(image)
+        if file is None:
+            height, width = np.shape(image)[:2]
+            return (height, width)
+        with file:
+            return upright_size(file)
+    except (Corrupt, ValueError):
+        return (0, 0)
 
 
 def sample_id(shard: str, row: int) -> int:

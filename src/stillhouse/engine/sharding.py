@@ -38,6 +38,9 @@ class Spread(Config):
     """fsdp/hsdp: keep parameters and optimiser state in host memory."""
 
 
+APART = "called_apart"  # set on modules that are called from outside their block
+
+
 def blocks(network: nn.Module) -> Iterator[nn.Module]:
     """The repeated parts: members of the outermost module lists."""
     for child in network.children():
@@ -87,8 +90,10 @@ def _fully_shard(network: nn.Module, how: Spread, world: World) -> nn.Module:
         )
     if how.offload and world.device.type != "cpu":  # without a GPU all is in host memory anyway
         options["offload_policy"] = CPUOffloadPolicy()
-    for block in blocks(network):
-        fully_shard(block, **options)
+    # A part that is also called from outside its block must be gathered by itself.
+    apart = [part for part in network.modules() if getattr(part, APART, False)]
+    for part in [*apart, *blocks(network)]:
+        fully_shard(part, **options)
     fully_shard(network, **options)
     return network
 

@@ -30,9 +30,17 @@ class PlaneNetwork(ModelMixin, ConfigMixin):
         self.blocks = nn.ModuleList(_Residual(width) for _ in range(depth))
         self.last = nn.Linear(width, out_channels)
 
+    @property
+    def time_width(self) -> int:
+        """Of a vector that may follow the time, [B, 1 + width], and is added to its embedding."""
+        return self.config.width  # pyright: ignore[reportAttributeAccessIssue]
+
     def forward(self, x: Tensor, time: Tensor, label: Tensor | None = None) -> Tensor:
+        added = time[:, 1:] if time.ndim == 2 else None
+        time = time if added is None else time[:, 0]
         # Sinusoids of 100 * time: the times of EDM lie within [-2, 2].
         state = self.time(self.sinusoids(100 * time).to(x.dtype))
+        state = state if added is None else state + added.to(state)
         if self.label is not None and label is not None:
             state = state + self.label(label)
         h = self.first(x)

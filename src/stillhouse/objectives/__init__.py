@@ -10,7 +10,7 @@ A coupling chooses it before, in `pair_noise`: every objective takes any couplin
 | `easy-consistency` | `EasyConsistency` | Geng et al. 2024 |
 """
 
-from stillhouse.objectives.base import Draws, Loss, Noised, Objective, drop_condition
+from stillhouse.objectives.base import Draws, Loss, Noised, Objective, drop_apart, drop_condition
 from stillhouse.objectives.consistency import Consistent, EasyConsistency, ImprovedConsistency
 from stillhouse.objectives.curves import LevelCurve, log_edges, validate, validation_loss
 from stillhouse.objectives.denoising import WEIGHTINGS, Constants, Denoising, Weighting
@@ -40,6 +40,7 @@ __all__ = [
     "Objective",
     "Paired",
     "Weighting",
+    "drop_apart",
     "drop_condition",
     "log_edges",
     "pair_noise",

@@ -162,3 +162,17 @@ def drop_condition(
     purpose = "/".join(["drop", *sorted(only)])
     mask = generator.uniform(batch, purpose) < rate
     return replace(batch, condition=batch.condition.drop(mask, null, only=only))
+
+
+def drop_apart(
+    batch: Batch, null: Condition, generator: Draws, *, semantics: float, control: float
+) -> Batch:
+    """Drops what is drawn (label, text) and how it is framed (control) independently of each other.
+
+    Two-term guidance needs all four cases. With `control` = 0, the control is always kept and the
+    rest is dropped for the very samples that `drop_condition` takes.
+    """
+    batch = drop_condition(batch, replace(null, control=None), semantics, generator)
+    if control == 0:
+        return batch
+    return drop_condition(batch, null, control, generator, only=["control"])

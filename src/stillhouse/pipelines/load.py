@@ -7,6 +7,7 @@ was found and what is supported.
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -16,13 +17,23 @@ from torch import nn
 
 from stillhouse.errors import UserError
 from stillhouse.models import NETWORKS, Codec, DiffusersNetwork
+from stillhouse.models.conditioning import Conditioning, Parts, conditioned
+from stillhouse.models.networks import token_width
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import NetworkDenoiser
 
 NETWORK_FOLDERS = ("unet", "transformer")
+# Classes of ours that are made like those of diffusers, and their modules.
+OURS = {
+    "PlaneNetwork": "plane",
+    "MDTTransformer2DModel": "mdt",
+    "QKNormUNet2DConditionModel": "qk_norm",
+    "QKNormPixArtTransformer2DModel": "qk_norm",
+}
 # Published DiT and PixArt configs say Transformer2DModel; diffusers picks the class that it means.
-LOADABLE = {*NETWORKS, "Transformer2DModel"}
+LOADABLE = {*NETWORKS, *OURS, "Transformer2DModel"}
 FACTS = "stillhouse"  # the key of our own facts in the metadata of safetensors
+CONDITIONING = "conditioning"  # .json and .safetensors, beside the network
 AUTOENCODERS = {"AutoencoderKL", "AutoencoderTiny"}
 # diffusers' names of weights, whole or in shards; half precision is read where there is no other.
 WEIGHTS = {
@@ -36,8 +47,9 @@ WEIGHTS = {
 HUB_FILES = [
     "*.json",
     *(
-        f"{place}diffusion_pytorch_model*.safetensors"
+        f"{place}{name}*.safetensors"
         for place in ("", "unet/", "transformer/", "vae/")
+        for name in ("diffusion_pytorch_model", CONDITIONING)
     ),
 ]
 HUB_SKIPPED = ["*.non_ema.*", "*.non_ema-*"]
@@ -47,7 +59,7 @@ class UnreadableCheckpoint(UserError, ValueError):
     """A checkpoint that cannot be loaded; the message says what was found and what is supported."""
 
 
-class Parts(NamedTuple):
+class Places(NamedTuple):
     """Where the parts of a checkpoint are."""
 
     network: Path  # the folder of the network
@@ -81,7 +93,9 @@ def load_denoiser(
         raise UnreadableCheckpoint(f"{parts.scheduler} cannot be used: {error}.") from error
     model = _load_network(parts.network, dtype).to(device)
     null = read_facts(parts.network).get("null_label")
-    network = DiffusersNetwork(model, null if isinstance(null, int) else None)
+    conditioning = _load_conditioning(parts.network, model, dtype)
+    conditioning = None if conditioning is None else conditioning.to(device)
+    network = DiffusersNetwork(model, null if isinstance(null, int) else None, conditioning)
     return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip).eval()
 
 
@@ -124,8 +138,9 @@ def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
     """What `load_denoiser` and `load_codec` read, by role, for fingerprints and records."""
     parts = _find_parts(folder)
     config = parts.network / "config.json"
+    beside = sorted(parts.network.glob(f"{CONDITIONING}.*"))
     files = {
-        "network": [config, *_find_weights(parts.network).files],
+        "network": [config, *_find_weights(parts.network).files, *beside],
         "scheduler": [parts.scheduler],
     }
     if (folder / "vae" / "config.json").is_file():
@@ -148,7 +163,7 @@ def _fetch(hub_id: str) -> Path:
         ) from error
 
 
-def _find_parts(folder: Path) -> Parts:
+def _find_parts(folder: Path) -> Places:
     if (folder / "model_index.json").is_file():
         return _pipeline_parts(folder)
     if (folder / "config.json").is_file():
@@ -156,7 +171,7 @@ def _find_parts(folder: Path) -> Parts:
         places = (folder, folder / "scheduler", folder.absolute().parent / "scheduler")
         for place in places:
             if (place / "scheduler_config.json").is_file():
-                return Parts(folder, place / "scheduler_config.json")
+                return Places(folder, place / "scheduler_config.json")
         raise UnreadableCheckpoint(
             f"{folder} holds a network but no scheduler_config.json, which says what the network "
             "predicts and at which noise levels. Put the one it was trained with beside its "
@@ -169,7 +184,7 @@ def _find_parts(folder: Path) -> Parts:
     )
 
 
-def _pipeline_parts(folder: Path) -> Parts:
+def _pipeline_parts(folder: Path) -> Places:
     index = _read_json(folder / "model_index.json")
     present = [name for name in NETWORK_FOLDERS if (folder / name / "config.json").is_file()]
     if not present:
@@ -180,12 +195,12 @@ def _pipeline_parts(folder: Path) -> Parts:
     scheduler = folder / "scheduler" / "scheduler_config.json"
     if not scheduler.is_file():
         raise UnreadableCheckpoint(f"{folder} has no {scheduler.relative_to(folder)}.")
-    return Parts(folder / present[0], scheduler)
+    return Places(folder / present[0], scheduler)
 
 
 def _load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
     model = _from_pretrained(folder, LOADABLE, dtype)
-    if type(model).__name__ not in NETWORKS:
+    if not {base.__name__ for base in type(model).__mro__} & NETWORKS.keys():
         known = ", ".join(sorted(NETWORKS))
         raise UnreadableCheckpoint(
             f"{folder} holds a {type(model).__name__} of a kind that is none of {known}."
@@ -197,6 +212,25 @@ def _load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
             "another image beside the noise, which is not supported."
         )
     return model
+
+
+def _load_conditioning(folder: Path, model: nn.Module, dtype: torch.dtype) -> Conditioning | None:
+    """What the network is told beside its own class, where a second file says so."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    described = folder / f"{CONDITIONING}.json"
+    if not described.is_file():
+        return None
+    try:
+        made = conditioned(model, Parts.from_json(_read_json(described)), token_width(model))
+        made.load_state_dict(load_file(folder / f"{CONDITIONING}.safetensors"))
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(".")
+        raise UnreadableCheckpoint(
+            f"{described} and its weights cannot be read ({reason})."
+        ) from error
+    return made.to(dtype)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -212,14 +246,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def _class(name: str) -> Any:
-    """A diffusers class, or the one of ours that is made like them."""
-    if name == "PlaneNetwork":
-        from stillhouse.models.plane import PlaneNetwork
-
-        return PlaneNetwork
-    import diffusers
-
-    return getattr(diffusers, name)
+    """A diffusers class, or one of ours that is made like them."""
+    home = f"stillhouse.models.{OURS[name]}" if name in OURS else "diffusers"
+    return getattr(import_module(home), name)
 
 
 def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:

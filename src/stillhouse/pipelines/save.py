@@ -3,7 +3,8 @@
     config.json, diffusion_pytorch_model.safetensors, scheduler_config.json
 
 `UNet2DModel.from_pretrained(folder)` and `load_denoiser(folder)` both read it. The run's config and
-what else a reader should know are in the metadata of the safetensors file.
+what else a reader should know are in the metadata of the safetensors file. What the network is told
+beside its own class (control, classes as tokens) is in conditioning.json and .safetensors.
 """
 
 import json
@@ -15,37 +16,52 @@ import torch
 from torch import Tensor
 
 from stillhouse.files import write_whole
-from stillhouse.pipelines.load import FACTS
+from stillhouse.models import DiffusersNetwork
+from stillhouse.pipelines.load import CONDITIONING, FACTS
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def save_denoiser(
     folder: Path,
-    model: Any,
+    network: DiffusersNetwork,
     weights: Mapping[str, Tensor],
     scheduler: Mapping[str, Any],
     *,
     facts: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Writes `weights` of the diffusers `model` and the config of its scheduler.
+    """Writes `weights`, by the network's own names, and the config of its scheduler.
 
-    The weights come last, and every file appears whole: a folder that has weights is complete.
+    The model's weights come last, and every file appears whole: a folder that has them is complete.
     """
     import diffusers
-    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
+    model: Any = network.model
     model.save_config(folder)
     _forget_place(folder / "config.json")
     process = getattr(diffusers, scheduler["_class_name"]).from_config(dict(scheduler))
     process.save_config(folder)
+    if network.conditioning is not None:
+        parts = json.dumps(network.conditioning.parts.as_json(), indent=2) + "\n"
+        write_whole(folder / f"{CONDITIONING}.json", parts.encode())
+        file = _file(_of("conditioning.", weights), {}, dtype)
+        write_whole(folder / f"{CONDITIONING}.safetensors", file)
+    write_whole(folder / WEIGHTS, _file(_of("model.", weights), facts, dtype))
+
+
+def _of(part: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(part): w for k, w in weights.items() if k.startswith(part)}
+
+
+def _file(weights: Mapping[str, Tensor], facts: Mapping[str, Any], dtype: torch.dtype) -> bytes:
+    from safetensors.torch import save
+
     cast = {
         k: w.to(dtype if w.is_floating_point() else None).contiguous() for k, w in weights.items()
     }
-    metadata = {"format": "pt", FACTS: json.dumps(dict(facts))}
-    write_whole(folder / WEIGHTS, _settled(save(cast, metadata=metadata)))
+    return _settled(save(cast, metadata={"format": "pt", FACTS: json.dumps(dict(facts))}))
 
 
 def _forget_place(config: Path) -> None:

@@ -34,12 +34,12 @@ def synthesize_model(run: Path, *, sigma_rel: float, images: int | None = None) 
     weights = combine((c, _weights(f)) for c, f in zip(shares, files, strict=True) if c)
     target = run / f"model-power-{sigma_rel:g}-images-{images:012d}"
     template = load_denoiser(run / "model")
-    network = template.network
+    network: Any = template.network
     scheduler = json.loads((run / "model" / "scheduler_config.json").read_text())
     facts = {**read_facts(run / "model"), "images": images, "average": f"power-{sigma_rel:g}"}
     save_denoiser(
         target,
-        network.model,
+        network,
         {name.removeprefix(PREFIX): weight for name, weight in weights.items()},
         scheduler,
         facts=facts,

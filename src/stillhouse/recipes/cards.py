@@ -53,16 +53,16 @@ def export(config: ExportRun) -> Path:
     if not (config.run / RECORD).is_file() or not source.is_dir():
         raise UserError(f"{config.run} is no training run that has saved a model yet")
     facts = without_places(read_facts(source))
-    model: Any = load_denoiser(source).network.model
+    network: Any = load_denoiser(source).network
     scheduler = json.loads((source / "scheduler_config.json").read_text())
     dtype = getattr(torch, config.dtype)
-    save_denoiser(config.out, model, model.state_dict(), scheduler, facts=facts, dtype=dtype)
+    save_denoiser(config.out, network, network.state_dict(), scheduler, facts=facts, dtype=dtype)
     log = read_log(config.run / LOG)
     draw_grid(config, sampling_steps(config, facts))
     draw_curves(log, config.out / "curves.png")
     write_whole(config.out / "curves.json", json.dumps(curves(log), indent=1).encode())
     card = config.out / "README.md"
-    write_whole(card, spell_card(config, facts, log, model).encode())
+    write_whole(card, spell_card(config, facts, log, network).encode())
     return card
 
 
@@ -148,13 +148,13 @@ def draw_curves(log: Sequence[dict[str, Any]], target: Path) -> None:
 
 
 def spell_card(
-    config: ExportRun, facts: dict[str, Any], log: Sequence[dict[str, Any]], model: Any
+    config: ExportRun, facts: dict[str, Any], log: Sequence[dict[str, Any]], network: Any
 ) -> str:
     run = facts["config"]
-    count = sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in network.parameters())
     held_out = [line["validation/loss"] for line in log if "validation/loss" in line]
     rows = {
-        "network": f"{type(model).__name__}, {count / 1e6:.2f}M parameters",
+        "network": f"{type(network.model).__name__}, {count / 1e6:.2f}M parameters",
         "weights": f"{config.dtype}, {facts['average'] or 'not averaged'}",
         "process": _words(run["process"]),
         "objective": _words(run["objective"]),

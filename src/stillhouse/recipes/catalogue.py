@@ -6,6 +6,8 @@
 | `fashion-unet` | Fashion-MNIST, 28 px grey, 10 classes | U-Net | EDM |
 | `cifar10-unet` | CIFAR-10, 32 px, 10 classes | U-Net | EDM |
 | `cifar10-dit` | CIFAR-10, 32 px, 10 classes | DiT | flow |
+| `cifar10-mmdit` | CIFAR-10, 32 px, 10 classes as tokens, flips told | mmDiT | flow |
+| `emoji` | emoji of three styles, 32 px, captions as text | U-Net, cross-attention | flow |
 | `images` | a folder of your own | U-Net | EDM |
 
 `tiny` shows in about a minute on two cores that all of it works; `full` is meant to be used.
@@ -16,15 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from stillhouse.data import DataConfig, Folder, ImageConfig, PointsConfig
+from stillhouse.data import ControlConfig, DataConfig, Folder, ImageConfig, PointsConfig
 from stillhouse.data.points import Toy
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.optimisers import AdamW, Constant, Cosine
 from stillhouse.engine.sharding import Spread
 from stillhouse.objectives.configs import DenoisingConfig, FlowConfig, LogNormal
 from stillhouse.recipes.known_data import columns, parquet
-from stillhouse.recipes.networks import DiT, Perceptron, UNet
+from stillhouse.recipes.networks import Backbone, DiT, Perceptron, UNet
 from stillhouse.recipes.processes import Edm, RectifiedFlow
+from stillhouse.recipes.telling import CaptionText
 from stillhouse.recipes.training import TrainRun
 from stillhouse.recipes.watching import Preview, Validation
 
@@ -132,6 +135,54 @@ def cifar10_dit(scale: Scale) -> TrainRun:
     )
 
 
+def cifar10_mmdit(scale: Scale) -> TrainRun:
+    """Semantics through attention, control through time: a class is a token, a flip is told."""
+    run = cifar10(scale)
+    tiny = scale == "tiny"
+    network = Backbone(name="mmdit", size="tiny" if tiny else "S", patch=4 if tiny else 2)
+    return run.model_copy(
+        update={
+            "data": run.data.model_copy(update={"control": ControlConfig(composition=("flip",))}),
+            "network": network,
+            "process": RectifiedFlow(),
+            "objective": FlowConfig(),
+            "spread": Spread(precision="bf16"),
+            "optim": AdamW(lr=1e-3 if tiny else 3e-4, warmup=0 if tiny else 500_000),
+            "out": Path("runs/cifar10-mmdit"),
+        }
+    )
+
+
+def emoji(scale: Scale) -> TrainRun:
+    """Text to image on a laptop: captions through attention, the style as a control."""
+    images, every = {"tiny": (640, 320), "full": (400_000, 40_000)}[scale]
+    tiny = scale == "tiny"
+    return TrainRun(
+        data=DataConfig(
+            source=parquet("emoji", "train"),
+            columns=columns("emoji"),
+            image=ImageConfig(size=32),
+        ),
+        text=CaptionText(),
+        network=Backbone(name="unet", size="tiny" if tiny else "small"),
+        process=RectifiedFlow(),
+        objective=FlowConfig(),
+        spread=Spread(precision="fp32" if tiny else "bf16"),
+        images=images,
+        batch=32 if tiny else 64,
+        optim=AdamW(
+            lr=1e-3 if tiny else 5e-4,
+            warmup=0 if tiny else 8_000,
+            schedule=Constant() if tiny else Cosine(),
+        ),
+        averages=(HalfLife(images=100 if tiny else 20_000),),
+        log_every=320 if tiny else 3_200,
+        checkpoint_every=every,
+        preview=Preview(every=every),
+        out=Path("runs/emoji"),
+    )
+
+
 def images(scale: Scale) -> TrainRun:
     """A folder of one's own, at 64 pixels."""
     count = {"tiny": 512, "full": 2_000_000}[scale]
@@ -160,5 +211,7 @@ RECIPES: dict[str, Callable[[Scale], TrainRun]] = {
     "fashion-unet": fashion_unet,
     "cifar10-unet": cifar10_unet,
     "cifar10-dit": cifar10_dit,
+    "cifar10-mmdit": cifar10_mmdit,
+    "emoji": emoji,
     "images": images,
 }

@@ -4,14 +4,16 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from stillhouse.data import Columns, Parquet
+from stillhouse.data import Columns, Parquet, Style
 
 # Where a data set is: in a folder of this name below $STILLHOUSE_DATA, or else on the hub.
 HUB = {
     "fashion": "hf://datasets/zalando-datasets/fashion_mnist/fashion_mnist",
     "cifar10": "hf://datasets/uoft-cs/cifar10/plain_text",
+    "emoji": "emoji",  # not on the hub: a folder of your own
 }
-HUB_IMAGE = {"fashion": "image", "cifar10": "img"}
+HUB_IMAGE = {"fashion": "image", "cifar10": "img", "emoji": "image"}
+STYLES = ("noto", "twemoji", "fluent-3d")  # of emoji
 
 
 def local_copy(name: str) -> Path | None:
@@ -28,4 +30,6 @@ def parquet(name: str, split: Literal["train", "test"]) -> Parquet:
 
 def columns(name: str) -> Columns:
     """Local copies name the image column `image`."""
+    if name == "emoji":
+        return Columns(text="caption", styles=(Style(column="style", values=STYLES),))
     return Columns(image="image" if local_copy(name) else HUB_IMAGE[name], label="label")

@@ -12,10 +12,11 @@ from stillhouse.couplings.leak import Leak, LeakProbe
 from stillhouse.data import FaultLog
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World, memory_gb
-from stillhouse.objectives import Draws, LevelCurve, Loss, Objective, drop_condition, log_edges
+from stillhouse.objectives import Draws, LevelCurve, Loss, Objective, drop_apart, log_edges
 from stillhouse.objectives.consistency import Pairs
 from stillhouse.objectives.pairing import pair_noise
 from stillhouse.process import Batch, Condition, NetworkDenoiser
+from stillhouse.recipes.telling import Speech, Texts, preview_speech
 
 NAME = "denoiser"  # of the one network
 NAMED = 5  # faults in the data that a log line names
@@ -36,6 +37,8 @@ class Learner:
     classes: int = 0
     log_ids: bool = False
     coupling: Coupling | None = None
+    texts: Texts | None = None  # captions, where the network is told them
+    drop_control: float = 0.0
     losses: list[Loss] = field(default_factory=list)  # since the last log line, as are the others
     ids: list[int] = field(default_factory=list)
     pairings: list[tuple[Pairing, Leak]] = field(default_factory=list)
@@ -48,15 +51,27 @@ class Learner:
         """Of a walk that draws: a consistency model lands in one, more follow no ODE of its own."""
         return 1 if isinstance(self.objective, Pairs) else wanted
 
+    def speech(self, seed: int) -> Speech | None:
+        """What samples are told during training beside their class; None where nothing."""
+        network: Any = self.denoiser.network
+        if network.conditioning is None:
+            return None
+        return preview_speech(network.conditioning.parts, network.data_shape, self.texts, seed)
+
     def prepare(self, batch: Batch) -> Batch:
         """What the prefetch does in advance: all that is drawn by key, and which noise is met."""
         label = batch.condition.label if batch.condition else None
+        if self.texts is not None:
+            batch = self.texts.tell(batch)
         if self.null is not None:
-            batch = drop_condition(batch, self.null, self.drop, self.draws)
+            control = 0.0 if self.null.control is None else self.drop_control
+            batch = drop_apart(batch, self.null, self.draws, semantics=self.drop, control=control)
         if self.coupling is not None:
             batch, pairing = pair_noise(batch, self.coupling, self.draws)
             leak = Leak() if label is None else self.probe(batch.data, batch.noise, label)  # type: ignore[arg-type]
             self.pairings.append((pairing, leak))
+        if self.texts is not None:
+            batch = self.texts.pad(batch, self.draws.seed)
         return self.objective.prepare(batch, self.draws)
 
     def step(self, batch: Batch, engine: Engine) -> None:

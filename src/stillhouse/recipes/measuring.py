@@ -133,6 +133,7 @@ class Evaluator:
                 network.data_shape,  # type: ignore[union-attr]
                 {},
                 tuple(range(self.learner.classes)),
+                speech=self.learner.speech(self.config.seed),
             )
             gallery = Together(self.sampling(), subject, self.pixels, here.device)
             total = sum(map(len, gallery.shares(here)))

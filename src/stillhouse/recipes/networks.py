@@ -1,11 +1,17 @@
 """Networks to train, as configs: each builds a diffusers model for the data's shape and classes."""
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from stillhouse.config import Config
 from stillhouse.errors import UserError
+from stillhouse.models import DiffusersNetwork
+from stillhouse.models.backbones import Name, Size
+from stillhouse.models.conditioning import Parts, conditioned
+from stillhouse.models.networks import token_width
 
 if TYPE_CHECKING:
     from stillhouse.pipelines.schedules import Trained
@@ -13,7 +19,35 @@ if TYPE_CHECKING:
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class UNet(Config):
+class NetworkConfig(Config, ABC):
+    """What every choice gives."""
+
+    @abstractmethod
+    def build(
+        self, shape: tuple[int, ...], classes: int, text_width: int = 0
+    ) -> tuple[Any, int | None]:
+        """The model, and the label for no class."""
+
+    def network(
+        self, shape: tuple[int, ...], classes: int, parts: Parts, text_width: int = 0
+    ) -> DiffusersNetwork:
+        """The same behind the one calling convention, told what `parts` say."""
+        model, null = self.build(shape, classes, text_width)
+        attends = token_width(model)
+        if attends and parts.text is None:
+            parts = replace(parts, classes=classes)
+        if not attends and not parts.layout.names:
+            return DiffusersNetwork(model, null)
+        try:
+            return DiffusersNetwork(model, null, conditioned(model, parts, attends))
+        except ValueError as error:
+            raise UserError(
+                f"{error}: choose --network backbone, or leave --data.control and "
+                "--data.columns.styles out"
+            ) from error
+
+
+class UNet(NetworkConfig):
     """diffusers' UNet2DModel. One label more than there are classes stands for none."""
 
     kind: Literal["unet"] = "unet"
@@ -26,11 +60,13 @@ class UNet(Config):
     head_width: PositiveInt = 32
     dropout: Share = 0.0
 
-    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
-        """The model, and the label for no class."""
+    def build(
+        self, shape: tuple[int, ...], classes: int, text_width: int = 0
+    ) -> tuple[Any, int | None]:
         from diffusers import UNet2DModel
 
         channels, size, _ = _image(shape, "unet")
+        _takes_no_text(text_width)
         halvings = len(self.channels) - 1
         if size % 2**halvings:
             raise UserError(
@@ -54,7 +90,7 @@ class UNet(Config):
         return model, classes or None
 
 
-class DiT(Config):
+class DiT(NetworkConfig):
     """diffusers' DiTTransformer2DModel (Peebles & Xie 2023)."""
 
     kind: Literal["dit"] = "dit"
@@ -64,10 +100,13 @@ class DiT(Config):
     head_width: PositiveInt = 64
     dropout: Share = 0.0
 
-    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
+    def build(
+        self, shape: tuple[int, ...], classes: int, text_width: int = 0
+    ) -> tuple[Any, int | None]:
         from diffusers import DiTTransformer2DModel
 
         channels, size, _ = _image(shape, "dit")
+        _takes_no_text(text_width)
         if size % self.patch:
             raise UserError(f"images of {size} pixels are not made of patches of {self.patch}")
         if not classes:
@@ -89,16 +128,19 @@ class DiT(Config):
         return model, classes
 
 
-class Perceptron(Config):
+class Perceptron(NetworkConfig):
     """For points in the plane."""
 
     kind: Literal["perceptron"] = "perceptron"
     width: PositiveInt = 128
     depth: PositiveInt = 3
 
-    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
+    def build(
+        self, shape: tuple[int, ...], classes: int, text_width: int = 0
+    ) -> tuple[Any, int | None]:
         from stillhouse.models.plane import PlaneNetwork
 
+        _takes_no_text(text_width)
         if len(shape) != 1:
             raise UserError("a perceptron takes points, not images: choose --network unet or dit")
         known = classes + 1 if classes else None
@@ -106,14 +148,62 @@ class Perceptron(Config):
         return model, classes or None
 
 
-class Pretrained(Config):
+class Backbone(NetworkConfig):
+    """One of five networks by name and size: see stillhouse.models.backbones.
+
+    What to draw reaches unet, pixart and mmdit through attention: a caption, or a class as a learnt
+    token. dit and mdt are told a class in their norms.
+    """
+
+    kind: Literal["backbone"] = "backbone"
+    name: Name = "pixart"
+    size: Size = "small"
+    patch: PositiveInt = 2
+    """Pixels a side of a token; not for unet."""
+    token_width: PositiveInt = 128
+    """Numbers per learnt token of a class, where there are no captions."""
+    qk_norm: bool = False
+    """For unet and pixart, which then no longer open in diffusers alone; mmdit always has it."""
+
+    def build(
+        self, shape: tuple[int, ...], classes: int, text_width: int = 0
+    ) -> tuple[Any, int | None]:
+        from stillhouse.models.backbones import BACKBONES
+
+        channels, size, _ = _image(shape, "backbone")
+        chosen = BACKBONES[self.name]
+        options: dict[str, Any] = {} if self.name == "unet" else {"patch": self.patch}
+        if chosen.takes == "classes":
+            _takes_no_text(text_width)
+            if not classes:
+                raise UserError(
+                    f"a {self.name} is told a class: name the column as --data.columns.label, or "
+                    "choose another --network.name"
+                )
+            options["classes"] = classes
+        else:
+            if not text_width and not classes:
+                raise UserError(
+                    f"a {self.name} is told what to draw: give --text captions, or classes as "
+                    "--data.columns.label"
+                )
+            options["token_width"] = text_width or self.token_width
+        if self.qk_norm and self.name in ("unet", "pixart"):
+            options["qk_norm"] = True
+        model = chosen.build(self.size, channels=channels, resolution=size, **options)
+        return model, classes or None
+
+
+class Pretrained(NetworkConfig):
     """A checkpoint to go on from: the weights, not the optimiser."""
 
     kind: Literal["pretrained"] = "pretrained"
     path: str = ""
     """A diffusers directory or hub id."""
 
-    def build(self, shape: tuple[int, ...], classes: int) -> tuple[Any, int | None]:
+    def build(
+        self, shape: tuple[int, ...], classes: int, text_width: int = 0
+    ) -> tuple[Any, int | None]:
         from stillhouse.pipelines import load_denoiser
 
         if not self.path:
@@ -127,6 +217,22 @@ class Pretrained(Config):
         if known != classes:
             raise UserError(f"{self.path} knows {known} classes, the data has {classes}")
         return network.model, network.null_label
+
+    def network(
+        self, shape: tuple[int, ...], classes: int, parts: Parts, text_width: int = 0
+    ) -> DiffusersNetwork:
+        from stillhouse.pipelines import load_denoiser
+
+        self.build(shape, classes, text_width)  # refuses what does not fit
+        found: Any = load_denoiser(self.path).network
+        told = found.conditioning.parts if found.conditioning is not None else Parts()
+        ours = replace(parts, classes=told.classes, tokens=told.tokens)
+        if told != ours:
+            raise UserError(
+                f"{self.path} was told otherwise what to draw than this run tells it: give the "
+                "same --text, --data.control, --data.columns.styles and --detail"
+            )
+        return found
 
     def check(self, trained: "Trained") -> None:
         """Its weights mean nothing in another process than its own."""
@@ -149,7 +255,9 @@ class Pretrained(Config):
             )
 
 
-NetworkChoice = Annotated[UNet | DiT | Perceptron | Pretrained, Field(discriminator="kind")]
+NetworkChoice = Annotated[
+    UNet | DiT | Perceptron | Backbone | Pretrained, Field(discriminator="kind")
+]
 
 
 def _image(shape: tuple[int, ...], kind: str) -> tuple[int, int, int]:
@@ -157,6 +265,14 @@ def _image(shape: tuple[int, ...], kind: str) -> tuple[int, int, int]:
         raise UserError(f"a {kind} takes images: for points choose --network perceptron")
     channels, height, width = shape
     return channels, height, width
+
+
+def _takes_no_text(text_width: int) -> None:
+    if text_width:
+        raise UserError(
+            "this network takes no captions: choose --network backbone --network.name pixart, "
+            "mmdit or unet"
+        )
 
 
 def _groups(channels: tuple[int, ...]) -> int:

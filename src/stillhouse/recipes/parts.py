@@ -5,6 +5,7 @@ Frozen, unknown keys are errors, and every choice is a union tagged by `kind`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -307,7 +308,28 @@ class ClassifierFree(GuidedConfig):
                 "classifier-free guidance needs the label that stands for no class: give it as "
                 "--null-label"
             )
-        return classifier_free(denoiser, null, self.weight, self.interval)
+        # What is drawn is dropped; how it is framed stays.
+        semantics = replace(null, control=None)
+        return classifier_free(denoiser, semantics, self.weight, self.interval)
+
+
+class TwoTermGuidance(GuidedConfig):
+    """For models with control: what is drawn and how it is framed are guided apart."""
+
+    kind: Literal["two-term"] = "two-term"
+    control: float = 1.0
+    """Share of the control: 1 with it, 0 without, more exaggerates it."""
+
+    def build(self, denoiser: "Denoiser", null: "Condition | None", load: "Load") -> "Denoiser":
+        from stillhouse.errors import UserError
+        from stillhouse.solvers import TwoTerm
+
+        if null is None or null.control is None:
+            raise UserError(
+                "two-term guidance needs a model that takes control: choose --guidance "
+                "classifier-free"
+            )
+        return TwoTerm(denoiser, null, self.weight, self.control, self.interval)
 
 
 class Autoguidance(GuidedConfig):
@@ -324,4 +346,6 @@ class Autoguidance(GuidedConfig):
         return autoguidance(denoiser, load(self.model), self.weight, self.interval)
 
 
-Guidance = Annotated[NoGuidance | ClassifierFree | Autoguidance, Field(discriminator="kind")]
+Guidance = Annotated[
+    NoGuidance | ClassifierFree | TwoTermGuidance | Autoguidance, Field(discriminator="kind")
+]

@@ -16,6 +16,7 @@ from stillhouse.models import DiffusersNetwork
 from stillhouse.process import Condition
 from stillhouse.recipes.measuring import Evaluation
 from stillhouse.recipes.networks import Pretrained
+from stillhouse.recipes.telling import CaptionText
 from stillhouse.recipes.training import TrainRun, build_loader, count_classes
 
 GB = 2**30
@@ -53,12 +54,14 @@ def _evaluations(config: TrainRun, evaluation: Evaluation) -> str:
 def shadow(config: TrainRun) -> DiffusersNetwork:
     """The network on the meta device: shapes without memory, so any size fits."""
     classes = config.classes or _classes(config)
+    captions = config.text if isinstance(config.text, CaptionText) else None
+    parts = config.parts(captions.text("") if captions else None)
+    width = captions.width if captions else 0
     if isinstance(config.network, Pretrained):  # reads its weights; whose sizes are all that counts
-        model, null = config.network.build(config.data.shape, classes)
+        model, null = config.network.build(config.data.shape, classes, width)
         return DiffusersNetwork(model.to("meta"), null)
     with torch.device("meta"):
-        model, null = config.network.build(config.data.shape, classes)
-    return DiffusersNetwork(model, null)
+        return config.network.network(config.data.shape, classes, parts, width)
 
 
 def _classes(config: TrainRun) -> int:
@@ -109,8 +112,7 @@ def activations(config: TrainRun, network: DiffusersNetwork) -> float:
         return tensor
 
     x = torch.empty(2, *network.data_shape, device="meta")
-    label = torch.zeros(2, dtype=torch.long, device="meta")
-    cond = Condition(label=label) if "label" in network.condition_shapes else None
+    cond = anything(network, config.text.length if isinstance(config.text, CaptionText) else 1)
     # One call of two samples: some parts treat a batch of one otherwise.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = network(x, torch.empty(2, device="meta"), cond)
@@ -121,6 +123,16 @@ def activations(config: TrainRun, network: DiffusersNetwork) -> float:
     if config.spread.checkpointing:
         total /= max(len(list(blocks(network))), 1) ** 0.5
     return total
+
+
+def anything(network: DiffusersNetwork, tokens: int) -> Condition:
+    """Two rows of all that the network must be told, without content."""
+    said: dict[str, Any] = {}
+    for name, shape in network.condition_shapes.items():
+        kind = torch.long if name == "label" else torch.float32
+        full = [tokens if size is None else size for size in shape]
+        said[name] = torch.zeros(2, *full, dtype=kind, device="meta")
+    return Condition(**said)
 
 
 def _flat(tree: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:

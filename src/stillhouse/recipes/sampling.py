@@ -61,6 +61,10 @@ class SampleRun(Config):
     """Classes to draw, in turn (--labels 1 2 3); all of them if not given."""
     null_label: int | None = None
     """The label that stands for no class, for classifier-free guidance."""
+    prompt: tuple[str, ...] = ()
+    """What to draw, in turn (--prompt 'a red apple' 'a blue car'), where the model takes text."""
+    control: tuple[str, ...] = ()
+    """How it is framed, as name=value (--control style=noto height=512), where it takes that."""
     out: Path = Path("samples")
     """Where images, grid.png and record.json go."""
     tensors: bool = False
@@ -80,6 +84,9 @@ def run(config: SampleRun) -> dict[str, Any]:
             config.null_label,
             getattr(torch, config.dtype),
             here.device,
+            config.prompt,
+            config.control,
+            config.seed,
         )
         subject = load_subject(config.model, wish)
         here.first(lambda: claim_folder(config, subject, here.device))

@@ -1,7 +1,7 @@
 """What is sampled or measured: a checkpoint or a toy, made ready with its guidance and labels."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from stillhouse.errors import UserError
 from stillhouse.files import fingerprint
 from stillhouse.models import Codec
+from stillhouse.models.conditioning import Parts
 from stillhouse.pipelines import (
     checkpoint_files,
     load_codec,
@@ -28,7 +29,8 @@ from stillhouse.process import (
     NetworkDenoiser,
     Scaling,
 )
-from stillhouse.recipes.parts import Autoguidance, ClassifierFree, Guidance
+from stillhouse.recipes.parts import Autoguidance, ClassifierFree, Guidance, TwoTermGuidance
+from stillhouse.recipes.telling import Speech, speech_of
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,18 @@ class Subject:
     labels: tuple[int, ...] = ()  # sample i has class labels[i mod n]; none where empty
     codec: Codec | None = None
     toy: GaussianMixture | None = None  # what points of the plane are drawn over
+    speech: Speech | None = None  # prompts and control, where the model is told them
 
     def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything that was read, by role."""
         return {role: fingerprint(files) for role, files in self.files.items()}
 
-    def condition(self, indices: Iterable[int], device: torch.device) -> Condition | None:
+    def condition(self, indices: Sequence[int], device: torch.device) -> Condition | None:
         """What samples with these indices are conditioned on."""
-        labels = self.labels_of(indices)
-        return Condition(label=torch.tensor(labels, device=device)) if labels else None
+        cond = Condition() if self.speech is None else self.speech.condition(indices)
+        if labels := self.labels_of(indices):
+            cond = replace(cond, label=torch.tensor(labels))
+        return cond.to(device) if len(cond) else None
 
     def labels_of(self, indices: Iterable[int]) -> list[int]:
         """Classes are dealt in turn; none where the model knows none."""
@@ -71,6 +76,9 @@ class Wish:
     null_label: int | None
     dtype: torch.dtype
     device: torch.device
+    prompts: tuple[str, ...] = ()
+    control: tuple[str, ...] = ()  # name=value
+    seed: int = 0
 
 
 def load_subject(name: str, wish: Wish) -> Subject:
@@ -95,17 +103,26 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
             f"{name} draws {network.data_shape[0]}-channel latents and has no vae folder to turn "
             "them into images"
         )
-    null = _null_label(wish.null_label, network)
+    null, speech = _null_label(wish.null_label, network), _speech(network, wish)
     guide = partial(_guide, load, network)
     return Subject(
-        wish.guidance.build(denoiser, _null_condition(null, wish.device), guide),
+        wish.guidance.build(denoiser, _null_condition(null, wish.device, speech), guide),
         denoiser.scaling,
         network.data_shape,
         checkpoint_files(folder) | _guide_files(wish.guidance),
         _labels(wish.labels, network.classes, null) if network.classes else (),
         codec,
         _target(folder) if plane else None,
+        speech,
     )
+
+
+def _speech(network: Any, wish: Wish) -> Speech | None:
+    """None where the model is told nothing but a class."""
+    if network.conditioning is None:
+        return None
+    parts = network.conditioning.parts
+    return speech_of(parts, network.data_shape, wish.prompts, wish.control, wish.seed)
 
 
 def _target(folder: Path) -> GaussianMixture:
@@ -131,9 +148,21 @@ def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> Ne
 def _check_conditions(name: str, network: Any, wish: Wish) -> None:
     if network.model.config.get("sample_size", 0) is None:
         raise UserError(f"{name} does not say its image size: put sample_size into its config.json")
-    if not network.classes and (wish.labels or isinstance(wish.guidance, ClassifierFree)):
-        raise UserError(f"{name} knows no classes: --labels and classifier-free guidance need them")
-    possible = {"label"} if network.classes else set()
+    parts = Parts() if network.conditioning is None else network.conditioning.parts
+    if not network.classes and wish.labels:
+        raise UserError(f"{name} knows no classes: --labels needs them")
+    guided = isinstance(wish.guidance, ClassifierFree | TwoTermGuidance)
+    if guided and not (network.classes or parts.text):
+        raise UserError(f"{name} knows neither classes nor prompts: there is nothing to guide to")
+    if parts.text and not wish.prompts:
+        raise UserError(f"{name} draws what it is told: give --prompt 'a red apple'")
+    if wish.prompts and not parts.text:
+        raise UserError(f"{name} takes no prompts: leave --prompt out")
+    if wish.control and not parts.layout.names:
+        raise UserError(f"{name} takes no control: leave --control out")
+    possible = {"label"} if network.classes else set[str]()
+    possible |= {"text"} if parts.text else set()
+    possible |= {"control"} if parts.layout.names else set()
     foreign = set(network.condition_shapes) - possible
     if foreign:
         raise UserError(
@@ -150,7 +179,7 @@ def _toy(name: str, wish: Wish) -> Subject:
     classes = 0 if toy.labels is None else int(toy.labels.max()) + 1
     if isinstance(wish.guidance, Autoguidance):
         raise UserError("a toy has no worse version of itself: autoguidance needs a checkpoint")
-    if isinstance(wish.guidance, ClassifierFree) and not wish.labels:
+    if isinstance(wish.guidance, ClassifierFree | TwoTermGuidance) and not wish.labels:
         raise UserError(f"toy:{name} is guided towards --labels (it has {classes} classes)")
     return Subject(
         wish.guidance.build(toy, _null_condition(null, wish.device), load_denoiser),
@@ -162,8 +191,13 @@ def _toy(name: str, wish: Wish) -> Subject:
     )
 
 
-def _null_condition(label: int | None, device: torch.device) -> Condition | None:
-    return None if label is None else Condition(label=torch.tensor([label], device=device))
+def _null_condition(
+    label: int | None, device: torch.device, speech: Speech | None = None
+) -> Condition | None:
+    null = Condition() if speech is None else speech.null()
+    if label is not None:
+        null = replace(null, label=torch.tensor([label]))
+    return null.to(device) if len(null) else None
 
 
 def _null_label(asked: int | None, network: Any) -> int | None:

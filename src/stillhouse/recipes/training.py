@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +38,7 @@ from stillhouse.engine.updates import NetworkConfig
 from stillhouse.engine.world import WORK, World, gloo_group, world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
-from stillhouse.models import DiffusersNetwork
+from stillhouse.models.conditioning import Parts, Text
 from stillhouse.objectives import Draws
 from stillhouse.objectives.configs import DenoisingConfig, ObjectiveConfig
 from stillhouse.process import Condition, NetworkDenoiser
@@ -46,6 +47,7 @@ from stillhouse.recipes.learner import NAME, Learner
 from stillhouse.recipes.measuring import Evaluation, NoEvaluation
 from stillhouse.recipes.networks import NetworkChoice, Pretrained, UNet
 from stillhouse.recipes.processes import Edm, ProcessConfig
+from stillhouse.recipes.telling import DetailWeight, NoText, TextConfig, Texts, layout_of
 from stillhouse.recipes.watching import Drawer, Exporter, Preview, Snapshots, Validation, Validator
 
 RECORD = "run.json"
@@ -72,8 +74,12 @@ class TrainRun(LoopConfig):
     process: ProcessConfig = Edm()
     objective: ObjectiveConfig = DenoisingConfig()
     coupling: CouplingConfig = IndependentConfig()
+    text: TextConfig = NoText()
+    detail: DetailWeight = DetailWeight()
     drop: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of labels that are replaced by none, for classifier-free guidance."""
+    """Share of labels or captions that are replaced by none, for classifier-free guidance."""
+    drop_control: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of controls that are not said, independently of that, for two-term guidance."""
     optim: Optimiser = AdamW()
     clip: PositiveFloat = 1.0
     """Largest norm of the gradient."""
@@ -108,6 +114,11 @@ class TrainRun(LoopConfig):
             micro_batch=self.micro_batch,
             averages=self.averages,
         )
+
+    def parts(self, text: Text | None) -> Parts:
+        """What the network is told beside its own class, with captions if there are any."""
+        gamma = self.detail.build(self.process.build().scaling)
+        return Parts(layout=layout_of(self.data), gamma=gamma, text=text)
 
     @property
     def shown(self) -> str:
@@ -193,24 +204,51 @@ def count_classes(config: TrainRun, loader: Loader) -> int:
 def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
     """The network as a denoiser, with its objective."""
     classes = count_classes(config, loader)
-    torch.manual_seed(config.seed)  # the first weights are the same on every process
-    model, null = config.network.build(config.data.shape, classes)
+    texts = None if isinstance(config.text, NoText) else config.text.build(loader)
     trained = config.process.build()
     if isinstance(config.network, Pretrained):
         config.network.check(trained)
-    network = DiffusersNetwork(model, null)
+    torch.manual_seed(config.seed)  # the first weights are the same on every process
+    parts = config.parts(None if texts is None else texts.text)
+    text_width = 0 if texts is None else texts.width
+    network = config.network.network(config.data.shape, classes, parts, text_width)
+    check_buckets(config, network)
     return Learner(
         NetworkDenoiser(network, trained.scaling, trained.prediction).train(),
         config.objective.build(trained.scaling, config.images),
         Draws(config.seed),
-        Condition(label=torch.tensor([null])) if classes and null is not None else None,
+        null_condition(network, classes, texts),
         config.drop,
         here,
         loader.log,
         classes,
         config.log_ids,
         build_coupling(config, here),
+        texts,
+        config.drop_control,
     )
+
+
+def check_buckets(config: TrainRun, network: Any) -> None:
+    """diffusers' DiT puts its patches together as a square."""
+    shaped = isinstance(config.data, DataConfig) and config.data.buckets.kind != "none"
+    if shaped and "DiTTransformer2DModel" in {
+        base.__name__ for base in type(network.model).__mro__
+    }:
+        raise UserError(
+            "a DiT draws square images only: choose --network backbone --network.name mdt, pixart, "
+            "mmdit or unet, or leave --data.buckets out"
+        )
+
+
+def null_condition(network: Any, classes: int, texts: Texts | None) -> Condition | None:
+    """What is dropped becomes this; None where nothing can be."""
+    null = Condition() if texts is None else texts.table.null
+    if classes and network.null_label is not None:
+        null = replace(null, label=torch.tensor([network.null_label]))
+    if network.conditioning is not None:
+        null = replace(null, control=network.conditioning.null_control)
+    return null if len(null) else None
 
 
 def build_coupling(config: TrainRun, here: World) -> Coupling | None:
@@ -237,7 +275,9 @@ def build_hooks(config: TrainRun, here: World, learner: Learner) -> list[tuple[i
     hooks: list[tuple[int, Hook]] = [(config.preview.every, drawer)]
     held_out = config.validation.build(config.data, config.batch, here)
     if held_out is not None:
-        hooks.append((config.validation.every, Validator(held_out, learner, config.shown)))
+        texts = None if isinstance(config.text, NoText) else config.text.build(held_out)
+        validator = Validator(held_out, learner, config.shown, texts)
+        hooks.append((config.validation.every, validator))
     if config.snapshot_every:
         hooks.append((config.snapshot_every, Snapshots(config.out / "averages")))
     if isinstance(config.evaluation, Evaluation):

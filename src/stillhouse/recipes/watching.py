@@ -5,7 +5,7 @@ All are hooks of the engine, called by every process: drawing and measuring are 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,13 +22,14 @@ from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.objectives import Draws, validate
 from stillhouse.pipelines import save_denoiser
-from stillhouse.process import Condition, KeyedNoise, starting_noise
+from stillhouse.process import Batch, Condition, KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.learner import EDGES, NAME, Learner, total_curve
 from stillhouse.recipes.parts import Dpmpp3M, Solver
+from stillhouse.recipes.telling import Texts
 
 HELD_OUT = -1  # the seed of validation data, which no run has
-PREFIX = "network.model."  # of a diffusers model's weights within the denoiser
+PREFIX = "network."  # of the network's weights within the denoiser
 
 
 class Preview(Config):
@@ -106,13 +107,19 @@ class Drawer:
         shape = network.data_shape  # type: ignore[union-attr]
         noise = starting_noise(shape, indices, seed=self.config.seed).to(device)  # type: ignore[arg-type]
         grid = scaling.native_grid(self.learner.steps(self.config.steps))
-        cond = None
-        if classes := self.learner.classes:
-            cond = Condition(label=torch.tensor([i % classes for i in indices], device=device))
+        cond = self.condition(indices, device)
         source = KeyedNoise(indices, seed=self.config.seed)
         with engine.networks[NAME].evaluating(self.average) as denoiser:
             start = scaling.start(noise, grid[0])
             return self.config.solver.build()(denoiser, start, grid, cond, generator=source).cpu()
+
+    def condition(self, indices: list[int], device: torch.device) -> Condition | None:
+        """Classes and styles in turn, captions from all over the data."""
+        speech = self.learner.speech(self.config.seed)
+        cond = Condition() if speech is None else speech.condition(indices)
+        if classes := self.learner.classes:
+            cond = replace(cond, label=torch.tensor([i % classes for i in indices]))
+        return cond.to(device) if len(cond) else None
 
     def picture(self, samples: Tensor, target: Path) -> None:
         if self.backdrop is not None:
@@ -129,15 +136,19 @@ class Validator:
     loader: Loader
     learner: Learner
     average: str
+    texts: Texts | None = None  # the captions of this data
 
     def __call__(self, engine: Engine) -> None:
         device = engine.world.device
-        batches = (item.batch.to(device) for item in self.loader)
+        batches = (self.told(item.batch).to(device) for item in self.loader)
         with engine.networks[NAME].evaluating(self.average) as denoiser:
             # One seed for every run: their curves can be compared.
             curve = validate(self.learner.objective, denoiser, batches, Draws(0), EDGES)  # type: ignore[arg-type]
         curve = total_curve(curve, engine.world)
         engine.log({"validation/loss": curve.overall, "validation/levels": curve.as_lists()})
+
+    def told(self, batch: Batch) -> Batch:
+        return batch if self.texts is None else self.texts.pad(self.texts.tell(batch), HELD_OUT)
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ class Exporter:
             network: Any = self.learner.denoiser.network
             save_denoiser(
                 self.folder,
-                network.model,
+                network,
                 {name.removeprefix(PREFIX): w for name, w in weights.items()},
                 self.scheduler,
                 facts={

