@@ -11,7 +11,7 @@ from stillhouse.models import DiffusersNetwork
 from stillhouse.models.backbones import BACKBONES
 from stillhouse.models.conditioning import Parts, conditioned
 from stillhouse.models.control import Gamma, Layout
-from stillhouse.models.networks import token_width
+from stillhouse.models.networks import attended_width
 from stillhouse.pipelines import load_denoiser, save_denoiser
 from stillhouse.process import Condition
 
@@ -32,7 +32,7 @@ def build(name, *, gamma=None, steps=False, tokens=2, seed=0):
     model = backbone.build("tiny", channels=3, resolution=SIDE, **{backbone.takes: told})
     classes = CLASSES if backbone.takes == "token_width" else 0
     parts = Parts(classes, tokens, LAYOUT, gamma or Gamma(alpha=4.0), steps)
-    return DiffusersNetwork(model.eval(), None, conditioned(model, parts, token_width(model)))
+    return DiffusersNetwork(model.eval(), None, conditioned(model, parts, attended_width(model)))
 
 
 def said(label=1, height=64.0, flip=0.0, count=2, steps=None):

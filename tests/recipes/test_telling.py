@@ -27,11 +27,14 @@ from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.objectives.configs import FlowConfig
 from stillhouse.pipelines import load_denoiser
+from stillhouse.recipes.cards import ExportRun, export
 from stillhouse.recipes.networks import Backbone, Pretrained, UNet
+from stillhouse.recipes.parts import NoGuidance
 from stillhouse.recipes.processes import RectifiedFlow
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
-from stillhouse.recipes.telling import CaptionText, packaged, speech_of
+from stillhouse.recipes.subjects import Wish, load_subject
+from stillhouse.recipes.telling import CaptionText, layout_of, packaged, speech_of
 from stillhouse.recipes.training import TrainRun, build_learner, build_loader, run
 from stillhouse.recipes.watching import Preview, Validation
 
@@ -163,9 +166,29 @@ def test_a_run_with_captions_resumes_to_the_bit_and_leaves_a_model_that_takes_pr
     ]
     assert not torch.allclose(guided[0], drawn)
     assert not torch.allclose(guided[0], guided[1])  # whose null says nothing of the framing either
-    styled = draw(whole, tmp_path / "y", prompt=(name(3), name(4)), control=("label=c",))
-    assert torch.allclose(styled[2], drawn[2], atol=1e-5)  # whose style was c in turn
+    styled = draw(whole, tmp_path / "y", prompt=(name(3), name(4)), control=("label=b",))
+    assert torch.allclose(styled[2], drawn[2], atol=1e-5)  # whose style was b in its turn
     assert not torch.allclose(styled[0], drawn[0])
+
+
+def test_a_model_that_takes_prompts_is_exported_and_evaluated_with_them(config, tmp_path):
+    run(changed(config, images=32))
+    with pytest.raises(UserError, match="give --prompt"):
+        export(ExportRun(run=config.out, out=tmp_path / "exported"))
+    wish = {"prompt": (name(1), name(2)), "count": 4, "steps": 2}
+    export(ExportRun(run=config.out, out=tmp_path / "exported", **wish))
+    assert (tmp_path / "exported" / "grid.png").is_file()
+    assert (tmp_path / "exported" / "conditioning.safetensors").is_file()
+    loaded = load_denoiser(tmp_path / "exported").network.conditioning.state_dict()
+    assert {value.dtype for value in loaded.values()} == {torch.float32}
+    subject = load_subject(str(tmp_path / "exported"), wish_of(name(1), name(2)))
+    assert subject.prompts_of(range(3)) == [name(1), name(2), name(1)]
+    with pytest.raises(UserError, match="draws what it is told"):
+        load_subject(str(tmp_path / "exported"), wish_of())
+
+
+def wish_of(*prompts: str) -> Wish:
+    return Wish(NoGuidance(), (), None, torch.float32, torch.device("cpu"), prompts)
 
 
 def draw(config: TrainRun, out, **options) -> torch.Tensor:
@@ -227,6 +250,35 @@ def test_a_network_without_a_time_path_to_open_is_refused_with_those_that_have_o
         build_learner(plain, HERE, build_loader(plain, HERE, ()))
 
 
+def test_a_caption_and_a_class_are_not_told_at_once(config):
+    both = config.data.columns.model_copy(update={"label": "label", "styles": ()})
+    here = changed(config, data=config.data.model_copy(update={"columns": both}))
+    with pytest.raises(UserError, match="a caption or a class, not both"):
+        build_learner(here, HERE, build_loader(here, HERE, ()))
+
+
+def test_two_controls_of_one_name_are_refused(config):
+    style = Style(column="flip", values=("a",))
+    columns = config.data.columns.model_copy(update={"styles": (style,)})
+    with pytest.raises(UserError, match="two controls have the same name: flip, flip, height"):
+        layout_of(config.data.model_copy(update={"columns": columns}))
+
+
+def test_an_mdt_is_trained_saved_and_resumed(config):
+    data = config.data.model_copy(update={"columns": Columns(label="label")})
+    here = changed(
+        config,
+        data=data,
+        text=TrainRun().text,
+        network=Backbone(name="mdt", size="tiny"),
+        validation=Validation(),
+    )
+    run(changed(here, images=32))
+    run(here)
+    names = load_denoiser(here.out / "model").network.state_dict()
+    assert any("side_blocks" in name for name in names)
+
+
 def test_a_dit_is_not_given_images_that_are_not_square(config):
     data = config.data.model_copy(
         update={"columns": Columns(label="label"), "buckets": AspectBuckets(step=4)}
@@ -280,17 +332,24 @@ def parts(config):
 
 
 def test_samples_are_told_prompts_and_styles_in_turn_and_the_usual_framing(parts):
-    speech = speech_of(parts, (3, 8, 8), ["one", "two"], [], 0)
+    speech = speech_of(parts, (3, 8, 8), ["one", "two"], [])
     cond = speech.condition(range(6))
     assert [speech.prompt(i) for i in range(3)] == ["one", "two", "one"]
-    assert cond.control.tolist() == [[0.0, float(i % 5), 8.0] for i in range(6)]
+    assert cond.control.tolist() == [[0.0, float(i // 2), 8.0] for i in range(6)]
     assert torch.equal(cond.text[1], speech.condition([1]).text[0])  # keyed by its number
-    larger = speech_of(parts, (3, 8, 8), ["one"], ["height=512", "label=b"], 0)
+    larger = speech_of(parts, (3, 8, 8), ["one"], ["height=512", "label=b"])
     assert larger.condition([0]).control.tolist() == [[0.0, 1.0, 512.0]]
 
 
+def test_every_prompt_is_drawn_in_every_style(parts):
+    prompts = [name(i) for i in range(5)]  # as many as there are styles
+    speech = speech_of(parts, (3, 8, 8), prompts, [])
+    styles = speech.condition(range(25)).control[:, 1].tolist()
+    assert len({(speech.prompt(i), styles[i]) for i in range(25)}) == 25
+
+
 def test_the_null_says_nothing(parts):
-    null = speech_of(parts, (3, 8, 8), ["one"], [], 0).null()
+    null = speech_of(parts, (3, 8, 8), ["one"], []).null()
     assert null.control.isnan().all()
     assert null.text.shape == (1, 12, 32)
 
@@ -298,13 +357,13 @@ def test_the_null_says_nothing(parts):
 def test_another_encoder_than_in_training_is_refused(parts):
     other = replace(parts, text=replace(parts.text, digest="sha256:0"))
     with pytest.raises(UserError, match="not the one that the model was trained with"):
-        speech_of(other, (3, 8, 8), ["one"], [], 0)
+        speech_of(other, (3, 8, 8), ["one"], [])
 
 
 @pytest.mark.parametrize("word", ["label=oil", "colour=1"])
 def test_a_control_that_is_unknown_is_refused_with_those_that_are_known(parts, word):
     with pytest.raises(UserError, match="is none of"):
-        speech_of(parts, (3, 8, 8), ["one"], [word], 0)
+        speech_of(parts, (3, 8, 8), ["one"], [word])
 
 
 def test_an_encoder_that_is_not_installed_is_named_with_the_line_to_run(monkeypatch):

@@ -38,7 +38,7 @@ class Spread(Config):
     """fsdp/hsdp: keep parameters and optimiser state in host memory."""
 
 
-APART = "called_apart"  # set on modules that are called from outside their block
+APART = "called_apart"  # which models set on modules that are called from outside their block
 
 
 def blocks(network: nn.Module) -> Iterator[nn.Module]:

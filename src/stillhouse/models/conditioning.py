@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillhouse.models.control import Control, Gamma, Layout, Scalars
+from stillhouse.models.control import SHAPES, Control, Gamma, Layout, Scalars
 from stillhouse.models.padding import PaddingKind
 from stillhouse.process import Condition
 
@@ -55,9 +55,13 @@ class Parts:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> "Parts":
+        if not all(isinstance(facts[key], dict) for key in ("layout", "gamma")):
+            raise ValueError("layout and gamma must be objects")
         layout = {key: _frozen(value) for key, value in facts["layout"].items()}
         text = None if facts["text"] is None else Text(**facts["text"])
         gamma = Gamma(**facts["gamma"])
+        if gamma.shape not in SHAPES:
+            raise ValueError(f"gamma has the shape {gamma.shape}, not {', '.join(SHAPES)}")
         return cls(**facts | {"layout": Layout(**layout), "gamma": gamma, "text": text})
 
 
@@ -82,8 +86,7 @@ class Conditioning(nn.Module):
     @property
     def null_control(self) -> Tensor | None:
         """[1, K] that says nothing."""
-        count = len(self.parts.layout.names)
-        return torch.full((1, count), torch.nan) if count else None
+        return self.parts.layout.row({}) if self.parts.layout.names else None
 
     def needs(self, backbone: dict[str, tuple[int | None, ...]]) -> dict[str, Any]:
         """The condition fields that a call must have, given those of the backbone."""

@@ -66,7 +66,7 @@ class Gamma:
         if not self.log_sigma:
             return (time / self.last).clamp(0, 1)
         # sigma/(1 + sigma) = sigmoid(ln sigma), and 1 at the last level.
-        last = torch.sigmoid(torch.tensor(4 * self.last, dtype=time.dtype, device=time.device))
+        last = torch.sigmoid(time.new_full((), 4 * self.last))
         return (torch.sigmoid(4 * time) / last).clamp(0, 1)
 
 
@@ -139,6 +139,13 @@ class Scalars(nn.Module):
         return self.outward(nn.functional.silu(self.inward(waves)))
 
 
+def _table(count: int, width: int) -> nn.Embedding:
+    """Small at first: a vector of deviation 1 would drown the embedding of time."""
+    table = nn.Embedding(count, width)
+    nn.init.normal_(table.weight, std=0.02)
+    return table
+
+
 class Control(nn.Module):
     """Composition, styles and detail as one vector, to be added to the embedding of time."""
 
@@ -147,13 +154,16 @@ class Control(nn.Module):
         self.layout, self.gamma = layout, gamma
         self.composition = Scalars(len(layout.composition), width) if layout.composition else None
         # One more than there are styles stands for "not said".
-        self.styles = nn.ModuleList(nn.Embedding(len(v) + 1, width) for _, v in layout.styles)
+        self.styles = nn.ModuleDict(
+            {f"style{i}": _table(len(v) + 1, width) for i, (_, v) in enumerate(layout.styles)}
+        )
         self.detail = Scalars(len(layout.detail), width) if layout.detail else None
 
     def forward(self, control: Tensor, time: Tensor) -> Tensor:
         """`control` [B, K] as the layout says, `time` [B] as the network is told it."""
         composition, styles, detail = self.layout.parts(control)
-        parts = [table(self._rows(styles[:, i], i)) for i, table in enumerate(self.styles)]
+        tables = self.styles.values()
+        parts = [table(self._rows(styles[:, i], i)) for i, table in enumerate(tables)]
         if self.composition is not None:
             parts.append(self.composition(composition))
         if self.detail is not None:

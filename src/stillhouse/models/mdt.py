@@ -147,6 +147,11 @@ class MDTTransformer2DModel(ModelMixin, ConfigMixin):
         self.norm_out = AdaLayerNormContinuous(width, width, elementwise_affine=False, eps=1e-6)
         self.proj_out = nn.Linear(width, patch_size**2 * self.out_channels)
 
+    def leave_masks_alone(self) -> None:
+        """Freezes what only masked passes use, for training without them."""
+        self.side_blocks.requires_grad_(False)
+        self.mask_token.requires_grad_(False)
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -165,7 +165,7 @@ def convention_of(model: nn.Module) -> Convention:
     return NETWORKS[known[0]]
 
 
-def token_width(model: nn.Module) -> int:
+def attended_width(model: nn.Module) -> int:
     """Numbers per token that its attention takes; 0 where it takes none."""
     return (convention_of(model).needs(model).get("text") or (0, 0))[1] or 0
 
@@ -242,7 +242,7 @@ class DiffusersNetwork(nn.Module):
             wanted = ", ".join(f"{f} {['B', *self.condition_shapes[f]]}" for f in missing)
             raise ValueError(f"{type(self.model).__name__} needs a condition with {wanted}")
         if self.conditioning is not None:
-            time, said = self.conditioning(time, said)
+            time, said = self.conditioning(time, said.to(x.device))
         given = said.map(lambda value: _cast(value, x))
         # Models that also predict a variance give it as further channels.
         return self.convention.call(self.model, x, time, given)[:, : x.shape[1]]

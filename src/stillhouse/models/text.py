@@ -96,8 +96,9 @@ def _kind(name: str) -> tuple[str, Kind]:
     return found, replace(kind, model=PROJECTED) if projected else kind
 
 
-def token_width(name: str) -> int:
+def encoder_width(name: str) -> int:
     """Numbers per token that the encoder of this name gives, from its config alone."""
+    _kind(name)  # or refuse
     config = _config(name)
     text = config.get("text_config") or config
     return text.get("hidden_size") or text["d_model"]

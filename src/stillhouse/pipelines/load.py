@@ -18,7 +18,7 @@ from torch import nn
 from stillhouse.errors import UserError
 from stillhouse.models import NETWORKS, Codec, DiffusersNetwork
 from stillhouse.models.conditioning import Conditioning, Parts, conditioned
-from stillhouse.models.networks import token_width
+from stillhouse.models.networks import attended_width
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import NetworkDenoiser
 
@@ -223,7 +223,7 @@ def _load_conditioning(folder: Path, model: nn.Module, dtype: torch.dtype) -> Co
     if not described.is_file():
         return None
     try:
-        made = conditioned(model, Parts.from_json(_read_json(described)), token_width(model))
+        made = conditioned(model, Parts.from_json(_read_json(described)), attended_width(model))
         made.load_state_dict(load_file(folder / f"{CONDITIONING}.safetensors"))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(".")

@@ -43,7 +43,10 @@ def save_denoiser(
     _forget_place(folder / "config.json")
     process = getattr(diffusers, scheduler["_class_name"]).from_config(dict(scheduler))
     process.save_config(folder)
-    if network.conditioning is not None:
+    if network.conditioning is None:
+        for old in folder.glob(f"{CONDITIONING}.*"):  # of another model that was here
+            old.unlink()
+    else:
         parts = json.dumps(network.conditioning.parts.as_json(), indent=2) + "\n"
         write_whole(folder / f"{CONDITIONING}.json", parts.encode())
         file = _file(_of("conditioning.", weights), {}, dtype)

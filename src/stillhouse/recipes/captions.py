@@ -6,6 +6,7 @@ from pathlib import Path
 from stillhouse.errors import UserError
 from stillhouse.metrics.detectors import Detector
 from stillhouse.recipes.measures import Encode
+from stillhouse.recipes.telling import packaged
 
 
 def read_prompts(name: str) -> tuple[str, ...]:
@@ -27,4 +28,4 @@ def text_encoder(name: str, detector: Detector) -> Encode | None:
 def _sentence_encoder(name: str) -> Encode:
     from stillhouse.metrics.text import SentenceEncoder
 
-    return SentenceEncoder(name)
+    return SentenceEncoder(packaged(name))

@@ -18,7 +18,7 @@ from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.pipelines import load_denoiser, read_facts, save_denoiser
 from stillhouse.recipes import pictures
-from stillhouse.recipes.parts import NoGuidance
+from stillhouse.recipes.parts import Guidance, NoGuidance
 from stillhouse.recipes.sampling import SampleRun, draw_batch
 from stillhouse.recipes.subjects import Wish, load_subject
 from stillhouse.recipes.training import RECORD
@@ -45,6 +45,10 @@ class ExportRun(Config):
     count: PositiveInt = 100
     """Samples on the card's grid."""
     steps: PositiveInt = 20
+    prompt: tuple[str, ...] = ()
+    """What the grid shows, in turn, of a model that takes text."""
+    guidance: Guidance = NoGuidance()
+    """Of the grid."""
 
 
 def export(config: ExportRun) -> Path:
@@ -54,6 +58,8 @@ def export(config: ExportRun) -> Path:
         raise UserError(f"{config.run} is no training run that has saved a model yet")
     facts = without_places(read_facts(source))
     network: Any = load_denoiser(source).network
+    if network.conditioning is not None and network.conditioning.parts.text and not config.prompt:
+        raise UserError("the model draws what it is told: give --prompt 'a red apple' for its grid")
     scheduler = json.loads((source / "scheduler_config.json").read_text())
     dtype = getattr(torch, config.dtype)
     save_denoiser(config.out, network, network.state_dict(), scheduler, facts=facts, dtype=dtype)
@@ -86,8 +92,10 @@ def sampling_steps(config: ExportRun, facts: dict[str, Any]) -> int:
 
 
 def draw_grid(config: ExportRun, steps: int) -> None:
-    """Samples 0, 1, ... of seed 0, as `stillhouse sample` draws them; one class per column."""
-    wish = Wish(NoGuidance(), (), None, torch.float32, torch.device("cpu"))
+    """Samples 0, 1, ... of seed 0, as `stillhouse sample` draws; a class or prompt per column."""
+    wish = Wish(
+        config.guidance, (), None, torch.float32, torch.device("cpu"), prompts=config.prompt
+    )
     subject = load_subject(str(config.out), wish)
     run = SampleRun(model=str(config.out), steps=steps, count=config.count)
     grid = run.grid.build(subject.scaling, steps)  # type: ignore[union-attr]
@@ -96,7 +104,8 @@ def draw_grid(config: ExportRun, steps: int) -> None:
     if subject.toy is not None:
         backdrop = subject.toy.sample(2000, torch.Generator().manual_seed(0))
         return pictures.save_points(samples, backdrop, target)
-    columns = len(subject.labels) if 1 < len(subject.labels) <= 16 else None
+    kinds = len(subject.labels or config.prompt)
+    columns = kinds if 1 < kinds <= 16 else None
     return pictures.save_tiles([pictures.to_pil(s) for s in samples], target, columns=columns)
 
 

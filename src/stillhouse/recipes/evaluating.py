@@ -97,7 +97,8 @@ class EvaluateRun(Config):
     columns: Columns = Columns()
     """Of data sets that are given as files."""
     prompts: str = ""
-    """A text file with a line for each image of a folder, in the order of their names."""
+    """A text file: what a model is to draw, in turn; or a line for each image of a folder, in the
+    order of their names."""
     text_encoder: str = ""
     """A folder or hub id of a sentence encoder, for retrieval."""
     kept: PositiveInt = 10_000
@@ -168,9 +169,7 @@ class Bench:
     def __init__(self, config: EvaluateRun, here: World) -> None:
         self.config, self.here = config, here
         self.data = find_data(config.model, config.columns)
-        if self.data is None and config.prompts:
-            raise UserError("--prompts are captions of images that exist: name their folder")
-        self.subject = None if self.data else self._load(config.model)
+        self.subject = None if self.data else self._load(config.model, read_prompts(config.prompts))
         self.pixels = self._pixels(self.subject) if self.subject else Pixels(config.size)
         self.detector = config.detector.build(here.device)  # may be a download: it comes late
         folder = cache_folder(config.cache)
@@ -178,10 +177,17 @@ class Bench:
         self.reference = library.open(config.reference, self.pixels, self.reference_gallery)
         self.known = Known(self.reference.features, self.reference.moments, self.reference.texts)
 
-    def _load(self, name: str) -> Subject:
+    def _load(self, name: str, prompts: tuple[str, ...] = ()) -> Subject:
         config = self.config
         dtype = getattr(torch, config.dtype)
-        wish = Wish(config.guidance, config.labels, config.null_label, dtype, self.here.device)
+        wish = Wish(
+            config.guidance,
+            config.labels,
+            config.null_label,
+            dtype,
+            self.here.device,
+            prompts,
+        )
         return load_subject(model_folder(name), wish)
 
     def _pixels(self, subject: Subject) -> Pixels:
@@ -265,7 +271,7 @@ class Bench:
     def rehearse(self) -> None:
         """What a metric refuses, it refuses before anything is drawn."""
         config = self.config
-        captioned = self.data is not None and bool(config.prompts or config.columns.text)
+        captioned = bool(config.prompts) or (self.data is not None and bool(config.columns.text))
         encode = text_encoder(config.text_encoder, self.detector)
         rehearse(
             config.metrics,

@@ -121,7 +121,8 @@ class Drawn:
             )
             check_finite(states, numbers, self.reading)
             labels = tuple(self.subject.labels_of(numbers))
-            yield Shown(colour(self.subject.decode(states)), labels)
+            text = tuple(self.subject.prompts_of(numbers))
+            yield Shown(colour(self.subject.decode(states)), labels, text)
 
     def _settings(self) -> Iterator[tuple[str, Any]]:
         """Those that the images depend on beside solver, steps and seed."""

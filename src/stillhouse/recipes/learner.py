@@ -51,12 +51,13 @@ class Learner:
         """Of a walk that draws: a consistency model lands in one, more follow no ODE of its own."""
         return 1 if isinstance(self.objective, Pairs) else wanted
 
-    def speech(self, seed: int) -> Speech | None:
+    def speech(self) -> Speech | None:
         """What samples are told during training beside their class; None where nothing."""
         network: Any = self.denoiser.network
         if network.conditioning is None:
             return None
-        return preview_speech(network.conditioning.parts, network.data_shape, self.texts, seed)
+        parts, shape = network.conditioning.parts, network.data_shape
+        return preview_speech(parts, shape, self.texts, self.classes)
 
     def prepare(self, batch: Batch) -> Batch:
         """What the prefetch does in advance: all that is drawn by key, and which noise is met."""

@@ -133,7 +133,7 @@ class Evaluator:
                 network.data_shape,  # type: ignore[union-attr]
                 {},
                 tuple(range(self.learner.classes)),
-                speech=self.learner.speech(self.config.seed),
+                speech=self.learner.speech(),
             )
             gallery = Together(self.sampling(), subject, self.pixels, here.device)
             total = sum(map(len, gallery.shares(here)))

@@ -11,7 +11,7 @@ from stillhouse.errors import UserError
 from stillhouse.models import DiffusersNetwork
 from stillhouse.models.backbones import Name, Size
 from stillhouse.models.conditioning import Parts, conditioned
-from stillhouse.models.networks import token_width
+from stillhouse.models.networks import attended_width
 
 if TYPE_CHECKING:
     from stillhouse.pipelines.schedules import Trained
@@ -33,7 +33,7 @@ class NetworkConfig(Config, ABC):
     ) -> DiffusersNetwork:
         """The same behind the one calling convention, told what `parts` say."""
         model, null = self.build(shape, classes, text_width)
-        attends = token_width(model)
+        attends = attended_width(model)
         if attends and parts.text is None:
             parts = replace(parts, classes=classes)
         if not attends and not parts.layout.names:
@@ -191,6 +191,8 @@ class Backbone(NetworkConfig):
         if self.qk_norm and self.name in ("unet", "pixart"):
             options["qk_norm"] = True
         model = chosen.build(self.size, channels=channels, resolution=size, **options)
+        if self.name == "mdt":
+            model.leave_masks_alone()
         return model, classes or None
 
 
@@ -204,6 +206,10 @@ class Pretrained(NetworkConfig):
     def build(
         self, shape: tuple[int, ...], classes: int, text_width: int = 0
     ) -> tuple[Any, int | None]:
+        network = self._load(shape, classes)
+        return network.model, network.null_label
+
+    def _load(self, shape: tuple[int, ...], classes: int) -> Any:
         from stillhouse.pipelines import load_denoiser
 
         if not self.path:
@@ -216,15 +222,12 @@ class Pretrained(NetworkConfig):
         known = (network.classes or 0) - (network.null_label in range(network.classes or 0))
         if known != classes:
             raise UserError(f"{self.path} knows {known} classes, the data has {classes}")
-        return network.model, network.null_label
+        return network
 
     def network(
         self, shape: tuple[int, ...], classes: int, parts: Parts, text_width: int = 0
     ) -> DiffusersNetwork:
-        from stillhouse.pipelines import load_denoiser
-
-        self.build(shape, classes, text_width)  # refuses what does not fit
-        found: Any = load_denoiser(self.path).network
+        found = self._load(shape, classes)
         told = found.conditioning.parts if found.conditioning is not None else Parts()
         ours = replace(parts, classes=told.classes, tokens=told.tokens)
         if told != ours:

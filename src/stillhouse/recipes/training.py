@@ -38,7 +38,7 @@ from stillhouse.engine.updates import NetworkConfig
 from stillhouse.engine.world import WORK, World, gloo_group, world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
-from stillhouse.models.conditioning import Parts, Text
+from stillhouse.models.conditioning import GAMMA, Parts, Text
 from stillhouse.objectives import Draws
 from stillhouse.objectives.configs import DenoisingConfig, ObjectiveConfig
 from stillhouse.process import Condition, NetworkDenoiser
@@ -117,8 +117,9 @@ class TrainRun(LoopConfig):
 
     def parts(self, text: Text | None) -> Parts:
         """What the network is told beside its own class, with captions if there are any."""
-        gamma = self.detail.build(self.process.build().scaling)
-        return Parts(layout=layout_of(self.data), gamma=gamma, text=text)
+        layout = layout_of(self.data)
+        gamma = self.detail.build(self.process.build().scaling) if layout.detail else GAMMA
+        return Parts(layout=layout, gamma=gamma, text=text)
 
     @property
     def shown(self) -> str:
@@ -205,6 +206,11 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
     """The network as a denoiser, with its objective."""
     classes = count_classes(config, loader)
     texts = None if isinstance(config.text, NoText) else config.text.build(loader)
+    if texts is not None and classes:
+        raise UserError(
+            "the network is told a caption or a class, not both: leave --data.columns.label or "
+            "--text out"
+        )
     trained = config.process.build()
     if isinstance(config.network, Pretrained):
         config.network.check(trained)

@@ -115,8 +115,8 @@ class Drawer:
 
     def condition(self, indices: list[int], device: torch.device) -> Condition | None:
         """Classes and styles in turn, captions from all over the data."""
-        speech = self.learner.speech(self.config.seed)
-        cond = Condition() if speech is None else speech.condition(indices)
+        speech, seed = self.learner.speech(), self.config.seed
+        cond = Condition() if speech is None else speech.condition(indices, seed)
         if classes := self.learner.classes:
             cond = replace(cond, label=torch.tensor([i % classes for i in indices]))
         return cond.to(device) if len(cond) else None
