@@ -13,6 +13,7 @@ from stillhouse.data import FaultLog
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World, memory_gb
 from stillhouse.objectives import Draws, LevelCurve, Loss, Objective, drop_apart, log_edges
+from stillhouse.objectives.base import row_keys
 from stillhouse.objectives.consistency import Pairs
 from stillhouse.objectives.pairing import pair_noise
 from stillhouse.process import Batch, Condition, NetworkDenoiser
@@ -42,6 +43,7 @@ class Learner:
     losses: list[Loss] = field(default_factory=list)  # since the last log line, as are the others
     ids: list[int] = field(default_factory=list)
     pairings: list[tuple[Pairing, Leak]] = field(default_factory=list)
+    ahead: dict[int, tuple[Pairing, Leak]] = field(default_factory=dict)  # by first key, untrained
     probe: LeakProbe = field(default_factory=LeakProbe)
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -70,7 +72,7 @@ class Learner:
         if self.coupling is not None:
             batch, pairing = pair_noise(batch, self.coupling, self.draws)
             leak = Leak() if label is None else self.probe(batch.data, batch.noise, label)  # type: ignore[arg-type]
-            self.pairings.append((pairing, leak))
+            self.ahead[int(row_keys(batch)[0])] = pairing, leak
         if self.texts is not None:
             batch = self.texts.pad(batch, self.draws.seed)
         return self.objective.prepare(batch, self.draws)
@@ -85,6 +87,8 @@ class Learner:
         moved = batch.to(self.world.device, non_blocking=True)
         per_sample, sigma = engine.update(NAME, loss, moved)
         self.losses.append(Loss(per_sample.mean(), per_sample, sigma))
+        if self.coupling is not None:
+            self.pairings.append(self.ahead.pop(int(row_keys(batch)[0])))
         if self.log_ids and batch.ids is not None:
             self.ids += batch.ids.tolist()
 
@@ -104,7 +108,7 @@ class Learner:
         return numbers
 
     def report_coupling(self) -> dict[str, float]:
-        """Of the batches paired since the last line, which may be ahead of those trained on."""
+        """Of the batches trained on since the last line."""
         found, self.pairings = self.pairings, []
         rows = [
             (p.cost_before, p.cost_after, p.seconds, 1.0, leak.right, leak.by_chance, leak.asked)
