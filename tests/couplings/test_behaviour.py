@@ -1,6 +1,6 @@
 """What couplings do to a trained model: flow matching from 8 Gaussians to two moons, in short.
 
-The benchmark's own arms, with a tenth of its training. Margins are set from seeds 0 to 4.
+The benchmark's own arms, with a tenth of its training, one seed.
 """
 
 import sys
