@@ -11,16 +11,13 @@ Every run is `stillhouse train` in four legs, with `stillhouse evaluate` after e
 of what the denoiser says of pure noise.
 """
 
-import argparse
 import json
-import os
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from experiments import last_values, read_lines, work_through
 
 RESULTS = Path(__file__).parent / "results" / "immiscible"
 NUMBERS = (1, 2, 3, 4)  # of the legs
@@ -81,21 +78,8 @@ PLAN = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="beginnings of DATA-ARM-SEED; all if none")
-    parser.add_argument("--plan", action="store_true", help="print the commands and what is done")
-    parser.add_argument("--work", type=Path, default=Path("runs/immiscible"))
-    options = parser.parse_args()
-    for data, arm, seed in PLAN:
-        name = f"{data}-{arm}-{seed}"
-        wanted = not options.names or any(name.startswith(begin) for begin in options.names)
-        done = (RESULTS / f"{name}.json").exists()
-        if options.plan and wanted:
-            print(f"# {name}{' (done)' if done else ''}")
-            for _, words in commands(name, options.work):
-                print("stillhouse", shlex.join(words))
-        elif wanted and not done:
-            experiment(name, options.work)
+    names = ["-".join(map(str, run)) for run in PLAN]
+    work_through(__doc__, names, commands, summary, RESULTS, one_shot)
 
 
 # ---------------------------------------------------------------- one run
@@ -115,25 +99,14 @@ def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
         evaluate += f" --metrics fid,kid --count {SAMPLES} --solvers euler --batch 100"
         evaluate += f" --dtype bfloat16 --out {judged.parent} --steps {' '.join(map(str, STEPS))}"
         yield judged, shlex.split(evaluate)
-    drawn = run / "one-shot" / "grid.png"
+    drawn = one_shot(run)
     sample = f"sample {run}/model --count {SHOWN} --steps 1 --solver euler --out {drawn.parent}"
     yield drawn, shlex.split(sample)
 
 
-def experiment(name: str, work: Path) -> None:
-    """Runs what of it is left, then keeps what it measured."""
-    for result, words in commands(name, work):
-        if not result.exists():
-            print("$ stillhouse", shlex.join(words), flush=True)
-            subprocess.run([sys.executable, "-m", "stillhouse", *words], check=True, env=quiet())
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    shutil.copy(work / name / "one-shot" / "grid.png", RESULTS / f"{name}.png")
-    record = summary(name, work / name)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def quiet() -> dict[str, str]:
-    return os.environ | {"TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+def one_shot(run: Path) -> Path:
+    """What the denoiser says of pure noise."""
+    return run / "one-shot" / "grid.png"
 
 
 def summary(name: str, run: Path) -> dict[str, Any]:
@@ -146,7 +119,7 @@ def summary(name: str, run: Path) -> dict[str, Any]:
         for number, found in zip(NUMBERS, legs, strict=True)
         for row in found["settings"]
     ]
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    lines = read_lines(run)
     logged = ("validation/loss", "coupling/reduction", "coupling/leak", "coupling/chance")
     logged += ("coupling/seconds",)
     rates = [line["images_per_second"] for line in lines if "images_per_second" in line]
@@ -160,10 +133,7 @@ def summary(name: str, run: Path) -> dict[str, Any]:
         "floor": legs[-1]["floor"],
         "expected_of_a_perfect_model": legs[-1]["expected_of_a_perfect_model"],
         "images_per_second": round(sorted(rates)[len(rates) // 2], 1) if rates else None,
-        **{
-            key: [[line["images"], round(line[key], 5)] for line in lines if key in line][-4:]
-            for key in logged
-        },
+        **{key: last_values(lines, key, len(NUMBERS)) for key in logged},
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,7 +35,7 @@ from stillhouse.recipes.processes import RectifiedFlow
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.subjects import Wish, load_subject
-from stillhouse.recipes.telling import CaptionText, layout_of, packaged, speech_of
+from stillhouse.recipes.telling import CaptionText, layout_of, load_encoder, packaged, speech_of
 from stillhouse.recipes.training import TrainRun, build_learner, build_loader, run
 from stillhouse.recipes.watching import Preview, Validation
 
@@ -181,10 +182,41 @@ def test_a_model_that_takes_prompts_is_exported_and_evaluated_with_them(config, 
     assert (tmp_path / "exported" / "conditioning.safetensors").is_file()
     loaded = load_denoiser(tmp_path / "exported").network.conditioning.state_dict()
     assert {value.dtype for value in loaded.values()} == {torch.float32}
-    subject = load_subject(str(tmp_path / "exported"), wish_of(name(1), name(2)))
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert f"one prompt per column: {name(1)}, {name(2)}; without guidance" in card
+    assert "text encoder | bert, 12 tokens, noisy padding" in card
+    written = (tmp_path / "exported" / "conditioning.json").read_text()
+    assert config.text.encoder not in card + written  # where it was is nobody's business
+    with pytest.raises(UserError, match="name it as --prompt-encoder"):
+        load_subject(str(tmp_path / "exported"), wish_of(name(1)))
+    wish = replace(wish_of(name(1), name(2)), prompt_encoder=config.text.encoder)
+    subject = load_subject(str(tmp_path / "exported"), wish)
     assert subject.prompts_of(range(3)) == [name(1), name(2), name(1)]
     with pytest.raises(UserError, match="draws what it is told"):
         load_subject(str(tmp_path / "exported"), wish_of())
+
+
+def test_captions_that_are_cut_and_captions_that_are_not_used_are_said(config):
+    short = changed(config, text=config.text.model_copy(update={"length": 3}), images=16)
+    run(short)
+    messages = [line.get("message", "") for line in read_log(short.out / "log.jsonl")]
+    assert any("texts of more than 3 tokens are cut; the longest has 4" in m for m in messages)
+    unused = changed(config, text=TrainRun().text)
+    with pytest.raises(UserError, match="would not be used: add --text captions"):
+        build_learner(unused, HERE, build_loader(unused, HERE, ()))
+
+
+def test_a_run_does_not_go_on_with_another_encoder_of_the_same_name(config, tmp_path):
+    folder = tmp_path / "encoder"
+    torch.manual_seed(1)
+    write_bert(folder)
+    own = changed(config, text=config.text.model_copy(update={"encoder": str(folder / "bert")}))
+    run(changed(own, images=32))
+    load_encoder.cache_clear()
+    shutil.rmtree(folder)
+    write_bert(folder)  # with other weights
+    with pytest.raises(UserError, match="another text encoder of the same name"):
+        run(own)
 
 
 def wish_of(*prompts: str) -> Wish:
@@ -245,7 +277,9 @@ def test_a_network_that_takes_no_captions_is_refused_with_those_that_do(config, 
 
 
 def test_a_network_without_a_time_path_to_open_is_refused_with_those_that_have_one(config):
-    plain = changed(config, text=TrainRun().text, network=UNet(channels=(8, 16), layers=1))
+    data = config.data.model_copy(update={"columns": Columns(styles=(STYLE,))})
+    network = UNet(channels=(8, 16), layers=1)
+    plain = changed(config, data=data, text=TrainRun().text, network=network)
     with pytest.raises(UserError, match=r"has no time path.*choose --network backbone"):
         build_learner(plain, HERE, build_loader(plain, HERE, ()))
 
@@ -262,6 +296,64 @@ def test_two_controls_of_one_name_are_refused(config):
     columns = config.data.columns.model_copy(update={"styles": (style,)})
     with pytest.raises(UserError, match="two controls have the same name: flip, flip, height"):
         layout_of(config.data.model_copy(update={"columns": columns}))
+
+
+def masked(config: TrainRun, **changes) -> TrainRun:
+    """A run of an MDT on classes."""
+    return changed(
+        config,
+        data=config.data.model_copy(update={"columns": Columns(label="label")}),
+        text=TrainRun().text,
+        network=Backbone(name="mdt", size="tiny", **changes),
+        images=32,
+    )
+
+
+def test_an_mdt_learns_every_image_whole_and_with_tokens_hidden_by_its_key(config):
+    learner, raw, batch = prepared(masked(config))
+    hidden = batch.condition.hidden
+    assert hidden.shape == (16, 16)  # tokens of 2 of 8 pixels a side
+    assert hidden.float().mean(1).ge(0.25).all()
+    assert hidden.float().mean(1).le(0.5).all()
+    assert torch.equal(learner.prepare(raw[8:]).condition.hidden, hidden[8:])
+    model = learner.denoiser.network.model
+    calls = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args[0].clone(), kwargs["mask"])), with_kwargs=True
+    )
+    losses = []
+    engine = Recording(learner.denoiser, losses)
+    learner.step(batch, engine)
+    (first, no_mask), (second, mask) = calls
+    assert torch.equal(first, second)  # the same noisy images
+    assert no_mask is None
+    assert torch.equal(mask, hidden)
+    total, (whole, _) = losses[0]
+    assert (total > whole).all()
+    assert model.mask_token.grad is not None
+    assert learner.losses[0].per_sample.allclose(whole)  # what is logged is the whole image's
+
+
+class Recording:
+    """An engine of one update."""
+
+    def __init__(self, denoiser, losses: list) -> None:
+        self.denoiser, self.losses = denoiser, losses
+
+    def __getitem__(self, name):
+        return self.denoiser
+
+    def update(self, name, loss, batch):
+        found = loss(batch)
+        found[0].mean().backward()
+        self.losses.append(found)
+        return found[1]
+
+
+def test_an_mdt_may_be_trained_without_hidden_tokens(config):
+    learner, _, batch = prepared(masked(config, masked=False))
+    assert batch.condition.hidden is None
+    assert not learner.denoiser.network.model.mask_token.requires_grad
 
 
 def test_an_mdt_is_trained_saved_and_resumed(config):
@@ -293,10 +385,11 @@ def test_a_dit_is_not_given_images_that_are_not_square(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backbone", "sharding"), [("pixart", "fsdp"), ("pixart", "ddp"), ("dit", "fsdp")]
+    ("backbone", "sharding"),
+    [("pixart", "fsdp"), ("pixart", "ddp"), ("dit", "fsdp"), ("mdt", "fsdp"), ("mdt", "ddp")],
 )
 def test_two_processes_are_told_what_one_is(config, tmp_path, backbone, sharding):
-    if backbone == "dit":  # which takes classes
+    if backbone in ("dit", "mdt"):  # which take classes
         data = config.data.model_copy(update={"columns": Columns(label="label")})
         config = changed(config, data=data, text=TrainRun().text)
     config = changed(config, network=Backbone(name=backbone, size="tiny"))

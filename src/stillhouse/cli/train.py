@@ -34,7 +34,8 @@ def main(words: Sequence[str]) -> None:
     images = run(config)
     if _first_process():
         print(f"{images} images; the model is in {config.out / 'model'}")
-        print(f"  stillhouse sample {config.out / 'model'}")
+        prompt = " --prompt 'WHAT TO DRAW'" if config.text.kind == "captions" else ""
+        print(f"  stillhouse sample {config.out / 'model'}{prompt}")
         print(f"  stillhouse report {config.out}")
 
 

@@ -164,8 +164,8 @@ def numbered_captions(loader: Loader) -> Captions:
     """The captions behind a loader, which `Captions.of` finds by the ids of a batch."""
     if not isinstance(loader, IndexedLoader):
         raise UserError(
-            "only the captions of an indexed source can be listed before training: leave "
-            "--data.source.streaming out"
+            "only the captions of an indexed source can be listed before training: give "
+            "--data.source.streaming false"
         )
     if not loader.images.columns.text:
         raise UserError("the data has no column of captions: name it as --data.columns.text")

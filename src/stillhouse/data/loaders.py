@@ -73,7 +73,8 @@ class DataConfig(Config):
             if bucketed:
                 raise UserError(
                     "a streamed source cannot be sorted into buckets, as its images are not known "
-                    "before they are read: leave --data.source.streaming or --data.buckets out"
+                    "before they are read: give --data.source.streaming false, or leave "
+                    "--data.buckets out"
                 )
             shards = self.source.open_shards(self.columns)
             return StreamedLoader(

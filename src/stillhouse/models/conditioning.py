@@ -126,15 +126,19 @@ def conditioned(model: nn.Module, parts: Parts, token_width: int = 0) -> Conditi
 # ---------------------------------------------------------------- the way into a backbone
 
 
+def taken_apart(time: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The time itself [B], and the vector that follows it where one does."""
+    return (time, None) if time.ndim == 1 else (time[:, 0], time[:, 1:])
+
+
 class TakesVector:
     """Of a module that embeds time: adds what follows the time itself."""
 
     def forward(self, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inner: Callable[..., Tensor] = super().forward  # type: ignore[misc]
-        if timestep.ndim == 1:
-            return inner(timestep, *args, **kwargs)
-        embedded = inner(timestep[:, 0], *args, **kwargs)
-        return embedded + timestep[:, 1:].to(embedded)
+        time, added = taken_apart(timestep)
+        embedded = inner(time, *args, **kwargs)
+        return embedded if added is None else embedded + added.to(embedded)
 
 
 class TakesVectorAside:

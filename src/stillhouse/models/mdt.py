@@ -152,6 +152,13 @@ class MDTTransformer2DModel(ModelMixin, ConfigMixin):
         self.side_blocks.requires_grad_(False)
         self.mask_token.requires_grad_(False)
 
+    def hidden(self, images: Tensor, keys: Tensor, *, seed: int) -> Tensor | None:
+        """What is hidden of these images in training; None where masks are left alone."""
+        if not self.mask_token.requires_grad:
+            return None
+        height, width = (side // self.pos_embed.patch_size for side in images.shape[-2:])
+        return keyed_mask(keys, height * width, seed=seed)
+
     def forward(
         self,
         hidden_states: Tensor,

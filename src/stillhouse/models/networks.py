@@ -4,7 +4,8 @@
 |---|---|
 | `UNet2DModel` | label (if class-conditional) |
 | `UNet2DConditionModel` | text, text_mask, label; pooled + control: SDXL's text_embeds, time_ids |
-| `DiTTransformer2DModel`, `MDTTransformer2DModel` (ours) | label |
+| `DiTTransformer2DModel` | label |
+| `MDTTransformer2DModel` (ours) | label, hidden |
 | `PixArtTransformer2DModel` | text, text_mask; control = (height, width, aspect ratio) at 1024 px |
 | `SD3Transformer2DModel` | text, pooled |
 | `PlaneNetwork` (ours, for 2-D toys) | label (if class-conditional) |
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillhouse.models.conditioning import Conditioning
+from stillhouse.models.conditioning import Conditioning, Parts, taken_apart
 from stillhouse.process import Condition
 
 Shapes = dict[str, tuple[int | None, ...]]  # a condition field's shape per sample; None is free
@@ -47,8 +48,7 @@ def _call_conditional_unet(model: Any, x: Tensor, time: Tensor, cond: Condition)
     added = None
     if model.config.addition_embed_type == "text_time":
         added = {"text_embeds": cond.pooled, "time_ids": cond.control}
-    beside = time[:, 1:] if time.ndim == 2 else None  # what a `Conditioning` adds
-    time = time if beside is None else time[:, 0]
+    time, beside = taken_apart(time)
     optional = _present(
         class_labels=cond.label,
         encoder_attention_mask=cond.text_mask,
@@ -60,6 +60,10 @@ def _call_conditional_unet(model: Any, x: Tensor, time: Tensor, cond: Condition)
 
 def _call_dit(model: nn.Module, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
     return model(x, timestep=time, class_labels=cond.label).sample
+
+
+def _call_mdt(model: nn.Module, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+    return model(x, timestep=time, class_labels=cond.label, mask=cond.hidden).sample
 
 
 def _call_pixart(model: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
@@ -137,6 +141,9 @@ class Convention:
     classes: str = "num_class_embeds"  # the config key that counts class labels
     has_null: bool = False  # one label beyond the classes stands for none
     convolutional: bool = False  # faster with channels last
+    square: bool = False  # puts its patches together as a square
+    # A module that its forward calls a second time from outside its block; sharding must know.
+    called_apart: str = ""
 
 
 NETWORKS: dict[str, Convention] = {
@@ -145,10 +152,15 @@ NETWORKS: dict[str, Convention] = {
         _call_conditional_unet, _conditional_unet_needs, convolutional=True
     ),
     "DiTTransformer2DModel": Convention(
-        _call_dit, _dit_needs, "num_embeds_ada_norm", has_null=True
+        _call_dit,
+        _dit_needs,
+        "num_embeds_ada_norm",
+        has_null=True,
+        square=True,
+        called_apart="transformer_blocks.0.norm1.emb",
     ),
     "MDTTransformer2DModel": Convention(
-        _call_dit, _dit_needs, "num_embeds_ada_norm", has_null=True
+        _call_mdt, _dit_needs, "num_embeds_ada_norm", has_null=True
     ),
     "PixArtTransformer2DModel": Convention(_call_pixart, _pixart_needs),
     "SD3Transformer2DModel": Convention(_call_sd3, _sd3_needs),
@@ -192,10 +204,14 @@ class DiffusersNetwork(nn.Module):
             # DiT drops labels by itself in training, by a chance that no key decides.
             if type(part).__name__ == "LabelEmbedding":
                 part.dropout_prob = 0.0  # pyright: ignore[reportArgumentType]
-        if "DiTTransformer2DModel" in {base.__name__ for base in type(model).__mro__}:
-            # Its forward calls the first block's embedder a second time; sharding must know.
-            first: Any = model.transformer_blocks[0]  # pyright: ignore[reportIndexIssue]
-            first.norm1.emb.called_apart = True
+        if self.convention.called_apart:
+            apart: Any = model.get_submodule(self.convention.called_apart)
+            apart.called_apart = True
+
+    @property
+    def told(self) -> Parts:
+        """What it is told beside what its own class takes."""
+        return Parts() if self.conditioning is None else self.conditioning.parts
 
     @property
     def data_shape(self) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from stillhouse.models.conditioning import taken_apart
+
 
 class PlaneNetwork(ModelMixin, ConfigMixin):
     """Residual layers over (x, time, label)."""
@@ -36,8 +38,7 @@ class PlaneNetwork(ModelMixin, ConfigMixin):
         return self.config.width  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor, time: Tensor, label: Tensor | None = None) -> Tensor:
-        added = time[:, 1:] if time.ndim == 2 else None
-        time = time if added is None else time[:, 0]
+        time, added = taken_apart(time)
         # Sinusoids of 100 * time: the times of EDM lie within [-2, 2].
         state = self.time(self.sinusoids(100 * time).to(x.dtype))
         state = state if added is None else state + added.to(state)

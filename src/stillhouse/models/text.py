@@ -86,8 +86,7 @@ def _config(name: str) -> dict[str, Any]:
     return config
 
 
-def _kind(name: str) -> tuple[str, Kind]:
-    config = _config(name)
+def _kind(name: str, config: dict[str, Any]) -> tuple[str, Kind]:
     found = config.get("model_type", "")
     if found not in KINDS:
         raise UserError(f"{name} is of type {found}; text encoders are {', '.join(KINDS)}")
@@ -98,8 +97,8 @@ def _kind(name: str) -> tuple[str, Kind]:
 
 def encoder_width(name: str) -> int:
     """Numbers per token that the encoder of this name gives, from its config alone."""
-    _kind(name)  # or refuse
     config = _config(name)
+    _kind(name, config)  # or refuse
     text = config.get("text_config") or config
     return text.get("hidden_size") or text["d_model"]
 
@@ -108,7 +107,7 @@ def _load(name: str) -> tuple[Kind, Loaded]:
     import transformers
     from transformers.utils import logging
 
-    model_type, kind = _kind(name)
+    model_type, kind = _kind(name, _config(name))
     told = logging.get_verbosity()
     logging.set_verbosity_error()  # it lists the image half of a CLIP as unexpected
     try:
@@ -240,6 +239,7 @@ class EmbeddedCaptions:
     starts: Tensor  # [captions + 1], where each caption's tokens begin; the end
     pooled: Tensor  # [captions, P]
     length: int
+    longest: int = 0  # tokens of the longest caption, before anything was cut off
 
     @classmethod
     def of(cls, encoder: TextEncoder, captions: Sequence[str]) -> "EmbeddedCaptions":
@@ -252,7 +252,16 @@ class EmbeddedCaptions:
             counts.append(part.text_mask.sum(1))
             pooled.append(part.pooled)
         starts = F.pad(torch.cat(counts).cumsum(0), (1, 0))
-        return cls(distinct, torch.cat(tokens), starts, torch.cat(pooled), encoder.length)
+        longest = max(encoder.count_tokens(distinct))
+        text, length = torch.cat(tokens), encoder.length
+        return cls(distinct, text, starts, torch.cat(pooled), length, longest)
+
+    @property
+    def note(self) -> str:
+        """What was lost; nothing where all captions fit."""
+        if self.longest <= self.length:
+            return ""
+        return f"texts of more than {self.length} tokens are cut; the longest has {self.longest}"
 
     def __len__(self) -> int:
         return len(self.captions)

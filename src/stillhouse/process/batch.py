@@ -89,6 +89,7 @@ class Condition(Record):
     pooled: Tensor | None = None  # [B, C] one vector per prompt
     control: Tensor | None = None  # [B, K] sizes, crops, flips: composition and detail
     steps: Tensor | None = None  # [B] number of sampling steps (step-conditioned students)
+    hidden: Tensor | None = None  # [B, tokens] true where masked training does not show the image
 
     def same_as(self, other: "Condition") -> bool:
         """Whether every field is the very same tensor: nothing was replaced."""

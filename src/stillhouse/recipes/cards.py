@@ -4,7 +4,8 @@ The grid on the card is drawn from the very file that is handed on, so it shows 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +48,10 @@ class ExportRun(Config):
     steps: PositiveInt = 20
     prompt: tuple[str, ...] = ()
     """What the grid shows, in turn, of a model that takes text."""
+    control: tuple[str, ...] = ()
+    """How it is framed, as name=value, where the model takes that."""
+    prompt_encoder: str = ""
+    """Folder or hub id of the model's text encoder, if it is not where the model says."""
     guidance: Guidance = NoGuidance()
     """Of the grid."""
 
@@ -58,18 +63,29 @@ def export(config: ExportRun) -> Path:
         raise UserError(f"{config.run} is no training run that has saved a model yet")
     facts = without_places(read_facts(source))
     network: Any = load_denoiser(source).network
-    if network.conditioning is not None and network.conditioning.parts.text and not config.prompt:
+    here = forget_place(network)
+    if network.told.text and not config.prompt:
         raise UserError("the model draws what it is told: give --prompt 'a red apple' for its grid")
     scheduler = json.loads((source / "scheduler_config.json").read_text())
     dtype = getattr(torch, config.dtype)
     save_denoiser(config.out, network, network.state_dict(), scheduler, facts=facts, dtype=dtype)
     log = read_log(config.run / LOG)
-    draw_grid(config, sampling_steps(config, facts))
+    draw_grid(config, sampling_steps(config, facts), config.prompt_encoder or here)
     draw_curves(log, config.out / "curves.png")
     write_whole(config.out / "curves.json", json.dumps(curves(log), indent=1).encode())
     card = config.out / "README.md"
     write_whole(card, spell_card(config, facts, log, network).encode())
     return card
+
+
+def forget_place(network: Any) -> str:
+    """Where the text encoder is here, if in a folder; others know it by its name and digest."""
+    text = network.told.text
+    if text is None or not Path(text.encoder).is_absolute():
+        return ""
+    named = replace(text, encoder=Path(text.encoder).name)
+    network.conditioning.parts = replace(network.told, text=named)
+    return text.encoder
 
 
 def without_places(value: Any) -> Any:
@@ -91,10 +107,17 @@ def sampling_steps(config: ExportRun, facts: dict[str, Any]) -> int:
     return 1 if "consistency" in facts["config"]["objective"]["kind"] else config.steps
 
 
-def draw_grid(config: ExportRun, steps: int) -> None:
+def draw_grid(config: ExportRun, steps: int, encoder: str) -> None:
     """Samples 0, 1, ... of seed 0, as `stillhouse sample` draws; a class or prompt per column."""
     wish = Wish(
-        config.guidance, (), None, torch.float32, torch.device("cpu"), prompts=config.prompt
+        config.guidance,
+        (),
+        None,
+        torch.float32,
+        torch.device("cpu"),
+        config.prompt,
+        config.control,
+        encoder,
     )
     subject = load_subject(str(config.out), wish)
     run = SampleRun(model=str(config.out), steps=steps, count=config.count)
@@ -170,7 +193,7 @@ def spell_card(
         "optimiser": _words(run["optim"]),
         "images seen": f"{facts['images']:,}, in batches of {run['batch']}",
         "held-out loss": f"{held_out[-1]:.4f}" if held_out else "not measured",
-        "label for no class": str(facts.get("null_label")),
+        **_told(network),
         "seed": str(run["seed"]),
         **({"data": config.data} if config.data else {}),
     }
@@ -182,8 +205,7 @@ def spell_card(
         f"# {config.name or config.out.name}",
         "![Samples](grid.png)",
         f"*{config.count} samples of seed 0 from this very file, {sampling_steps(config, facts)} "
-        f"evaluations each (`dpmpp-3m`){', one class per column' if run['classes'] else ''}, "
-        "without guidance, not chosen.*",
+        f"evaluations each (`dpmpp-3m`), {'; '.join(_shown(config, run))}; not chosen.*",
         *([config.note] if config.note else []),
         "\n".join(table),
         *([f"Trained by\n\n```bash\n{config.command}\n```"] if config.command else []),
@@ -196,6 +218,31 @@ def spell_card(
         f'denoiser = load_denoiser("{config.out}")  # denoiser(x, sigma, cond) -> x0\n```',
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _told(network: Any) -> dict[str, str]:
+    """What the model is told: rows of the table."""
+    rows, told = {}, network.told
+    if network.null_label is not None:
+        rows["label for no class"] = str(network.null_label)
+    if told.text:
+        text = told.text
+        rows["text encoder"] = f"{text.encoder}, {text.length} tokens, {text.padding} padding"
+    if told.layout.names:
+        rows["control"] = ", ".join(told.layout.names)
+    return rows
+
+
+def _shown(config: ExportRun, run: dict[str, Any]) -> Iterator[str]:
+    """What the grid's samples were told."""
+    if run["classes"]:
+        yield "one class per column"
+    if config.prompt:
+        yield f"one prompt per column: {', '.join(config.prompt)}"
+    if config.control:
+        yield ", ".join(config.control)
+    guided = not isinstance(config.guidance, NoGuidance)
+    yield f"guidance {_words(config.guidance.model_dump())}" if guided else "without guidance"
 
 
 def _words(part: dict[str, Any]) -> str:

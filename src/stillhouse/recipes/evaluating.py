@@ -51,6 +51,7 @@ COMPARED = {"count", "content", "size", "mode", "detector"}  # of a reference: t
 # What another try may change: how much is measured, not what.
 FREE = {
     "model",
+    "prompt_encoder",
     "seeds",
     "solvers",
     "steps",
@@ -99,6 +100,10 @@ class EvaluateRun(Config):
     prompts: str = ""
     """A text file: what a model is to draw, in turn; or a line for each image of a folder, in the
     order of their names."""
+    control: tuple[str, ...] = ()
+    """How a model frames what it draws, as name=value, where it takes that."""
+    prompt_encoder: str = ""
+    """Folder or hub id of the model's text encoder, if it is not where the model says."""
     text_encoder: str = ""
     """A folder or hub id of a sentence encoder, for retrieval."""
     kept: PositiveInt = 10_000
@@ -169,7 +174,9 @@ class Bench:
     def __init__(self, config: EvaluateRun, here: World) -> None:
         self.config, self.here = config, here
         self.data = find_data(config.model, config.columns)
-        self.subject = None if self.data else self._load(config.model, read_prompts(config.prompts))
+        self.prompts = read_prompts(config.prompts)
+        own = (self.prompts, config.control)
+        self.subject = None if self.data else self._load(config.model, *own)
         self.pixels = self._pixels(self.subject) if self.subject else Pixels(config.size)
         self.detector = config.detector.build(here.device)  # may be a download: it comes late
         folder = cache_folder(config.cache)
@@ -177,7 +184,9 @@ class Bench:
         self.reference = library.open(config.reference, self.pixels, self.reference_gallery)
         self.known = Known(self.reference.features, self.reference.moments, self.reference.texts)
 
-    def _load(self, name: str, prompts: tuple[str, ...] = ()) -> Subject:
+    def _load(
+        self, name: str, prompts: tuple[str, ...] = (), control: tuple[str, ...] = ()
+    ) -> Subject:
         config = self.config
         dtype = getattr(torch, config.dtype)
         wish = Wish(
@@ -187,6 +196,8 @@ class Bench:
             dtype,
             self.here.device,
             prompts,
+            control,
+            config.prompt_encoder,
         )
         return load_subject(model_folder(name), wish)
 
@@ -217,7 +228,7 @@ class Bench:
             count=config.count,
             batch=config.batch,
             seed=seed,
-            texts=read_prompts(config.prompts),
+            texts=self.prompts,
         )
         if stored.whole and config.seeds > 1:
             raise UserError(
@@ -263,7 +274,7 @@ class Bench:
         for part in ("results", "parts"):
             make_folder(self.config.out / part, "choose another --out")
         facts = self.reference.facts.model_dump(include=COMPARED)
-        captions = hashlib.sha256(repr(read_prompts(self.config.prompts)).encode()).hexdigest()
+        captions = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
         seen = {"what is measured": self.fingerprint, "the reference": facts}
         seen |= {"captions": captions}
         return claimed(self.config.out, self.config.model_dump(mode="json"), seen, FREE)

@@ -1,7 +1,7 @@
 """The task of plain training: one network, one update per batch, a loss per noise level."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from stillhouse.objectives.base import row_keys
 from stillhouse.objectives.consistency import Pairs
 from stillhouse.objectives.pairing import pair_noise
 from stillhouse.process import Batch, Condition, NetworkDenoiser
-from stillhouse.recipes.telling import Speech, Texts, preview_speech
+from stillhouse.recipes.subjects import Subject
+from stillhouse.recipes.telling import Texts, preview_speech
 
 NAME = "denoiser"  # of the one network
 NAMED = 5  # faults in the data that a log line names
@@ -53,13 +54,18 @@ class Learner:
         """Of a walk that draws: a consistency model lands in one, more follow no ODE of its own."""
         return 1 if isinstance(self.objective, Pairs) else wanted
 
-    def speech(self) -> Speech | None:
-        """What samples are told during training beside their class; None where nothing."""
+    def subject(self, denoiser: Any) -> Subject:
+        """What is drawn in training: classes and styles in turn, captions from all over."""
         network: Any = self.denoiser.network
-        if network.conditioning is None:
-            return None
-        parts, shape = network.conditioning.parts, network.data_shape
-        return preview_speech(parts, shape, self.texts, self.classes)
+        shape = network.data_shape
+        return Subject(
+            denoiser,
+            self.denoiser.scaling,
+            shape,
+            {},
+            tuple(range(self.classes)),
+            speech=preview_speech(network.told, shape, self.texts, self.classes),
+        )
 
     def prepare(self, batch: Batch) -> Batch:
         """What the prefetch does in advance: all that is drawn by key, and which noise is met."""
@@ -75,14 +81,28 @@ class Learner:
             self.ahead[int(row_keys(batch)[0])] = pairing, leak
         if self.texts is not None:
             batch = self.texts.pad(batch, self.draws.seed)
-        return self.objective.prepare(batch, self.draws)
+        return self.objective.prepare(self.hide(batch), self.draws)
+
+    def hide(self, batch: Batch) -> Batch:
+        """The same, with what masked training does not show of each image."""
+        hidden = getattr(self.denoiser.network.model, "hidden", None)  # type: ignore[union-attr]
+        if hidden is None:
+            return batch
+        said = batch.condition or Condition()
+        marks = hidden(batch.data, row_keys(batch), seed=self.draws.seed)
+        return replace(batch, condition=replace(said, hidden=marks))
 
     def step(self, batch: Batch, engine: Engine) -> None:
         denoiser: Any = engine[NAME]
 
         def loss(rows: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            found = self.objective(denoiser, rows, self.draws)
-            return found.per_sample, (found.per_sample, found.sigma)
+            cond = rows.condition
+            if cond is None or cond.hidden is None:
+                found = self.objective(denoiser, rows, self.draws)
+                return found.per_sample, (found.per_sample, found.sigma)
+            whole = replace(rows, condition=replace(cond, hidden=None))
+            found, filled = (self.objective(denoiser, r, self.draws) for r in (whole, rows))
+            return found.per_sample + filled.per_sample, (found.per_sample, found.sigma)
 
         moved = batch.to(self.world.device, non_blocking=True)
         per_sample, sigma = engine.update(NAME, loss, moved)

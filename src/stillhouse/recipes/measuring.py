@@ -31,7 +31,6 @@ from stillhouse.recipes.parts import Dpmpp3M, Solver
 from stillhouse.recipes.progress import progress_bar
 from stillhouse.recipes.referring import CACHE, Library, baseline, cache_folder
 from stillhouse.recipes.sampling import SampleRun, draw_batch
-from stillhouse.recipes.subjects import Subject
 
 LEAST = 32  # samples that every metric can be computed of
 # Those that need no captions, and no second look at the images.
@@ -124,17 +123,10 @@ class Evaluator:
 
     def draw(self, engine: Engine, folder: Path) -> tuple[Collected, bool]:
         """Features of all samples, at the first process; whether any of its own is not finite."""
-        here, network = engine.world, self.learner.denoiser.network
+        here = engine.world
         shown = here.rank == 0 and sys.stdout.isatty()
         with engine.networks[NAME].evaluating(self.average) as denoiser:
-            subject = Subject(
-                finite := Finite(denoiser),  # type: ignore[arg-type]
-                self.learner.denoiser.scaling,
-                network.data_shape,  # type: ignore[union-attr]
-                {},
-                tuple(range(self.learner.classes)),
-                speech=self.learner.speech(),
-            )
+            subject = self.learner.subject(finite := Finite(denoiser))  # type: ignore[arg-type]
             gallery = Together(self.sampling(), subject, self.pixels, here.device)
             total = sum(map(len, gallery.shares(here)))
             with progress_bar("evaluation", total, "images", shown=shown) as advance:

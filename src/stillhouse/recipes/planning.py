@@ -16,7 +16,6 @@ from stillhouse.models import DiffusersNetwork
 from stillhouse.process import Condition
 from stillhouse.recipes.measuring import Evaluation
 from stillhouse.recipes.networks import Pretrained
-from stillhouse.recipes.telling import CaptionText
 from stillhouse.recipes.training import TrainRun, build_loader, count_classes
 
 GB = 2**30
@@ -54,9 +53,7 @@ def _evaluations(config: TrainRun, evaluation: Evaluation) -> str:
 def shadow(config: TrainRun) -> DiffusersNetwork:
     """The network on the meta device: shapes without memory, so any size fits."""
     classes = config.classes or _classes(config)
-    captions = config.text if isinstance(config.text, CaptionText) else None
-    parts = config.parts(captions.text("") if captions else None)
-    width = captions.width if captions else 0
+    parts, width = config.parts(config.text.text("")), config.text.width
     if isinstance(config.network, Pretrained):  # reads its weights; whose sizes are all that counts
         return config.network.network(config.data.shape, classes, parts, width).to("meta")
     with torch.device("meta"):
@@ -111,7 +108,7 @@ def activations(config: TrainRun, network: DiffusersNetwork) -> float:
         return tensor
 
     x = torch.empty(2, *network.data_shape, device="meta")
-    cond = anything(network, config.text.length if isinstance(config.text, CaptionText) else 1)
+    cond = anything(network, config.text.length)
     # One call of two samples: some parts treat a batch of one otherwise.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = network(x, torch.empty(2, device="meta"), cond)

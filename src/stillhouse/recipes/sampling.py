@@ -65,6 +65,8 @@ class SampleRun(Config):
     """What to draw, in turn (--prompt 'a red apple' 'a blue car'), where the model takes text."""
     control: tuple[str, ...] = ()
     """How it is framed, as name=value (--control style=noto height=512), where it takes that."""
+    prompt_encoder: str = ""
+    """Folder or hub id of the model's text encoder, if it is not where the model says."""
     out: Path = Path("samples")
     """Where images, grid.png and record.json go."""
     tensors: bool = False
@@ -86,6 +88,7 @@ def run(config: SampleRun) -> dict[str, Any]:
             here.device,
             config.prompt,
             config.control,
+            config.prompt_encoder,
         )
         subject = load_subject(config.model, wish)
         here.first(lambda: claim_folder(config, subject, here.device))
@@ -291,7 +294,7 @@ def _free(config: SampleRun, subject: Subject) -> set[str]:
     the batch may change (to save memory) where no batches are stored."""
     if subject.toy is not None:
         return {"count"}
-    return {"count", "model"} | (set() if config.tensors else {"batch"})
+    return {"count", "model", "prompt_encoder"} | (set() if config.tensors else {"batch"})
 
 
 def finish(

@@ -12,7 +12,6 @@ from torch import Tensor
 from stillhouse.errors import UserError
 from stillhouse.files import fingerprint
 from stillhouse.models import Codec
-from stillhouse.models.conditioning import Parts
 from stillhouse.pipelines import (
     checkpoint_files,
     load_codec,
@@ -85,6 +84,7 @@ class Wish:
     device: torch.device
     prompts: tuple[str, ...] = ()
     control: tuple[str, ...] = ()  # name=value
+    prompt_encoder: str = ""  # where it is, if not where the model says
 
 
 def load_subject(name: str, wish: Wish) -> Subject:
@@ -111,25 +111,19 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
         )
     null = _null_label(wish.null_label, network)
     labels = _labels(wish.labels, network.classes, null) if network.classes else ()
-    speech, guide = _speech(network, wish, len(labels)), partial(_guide, load, network)
+    guide = partial(_guide, load, network)
+    told, shape = network.told, network.data_shape
+    speech = speech_of(told, shape, wish.prompts, wish.control, len(labels), wish.prompt_encoder)
     return Subject(
         wish.guidance.build(denoiser, _null_condition(null, wish.device, speech), guide),
         denoiser.scaling,
-        network.data_shape,
+        shape,
         checkpoint_files(folder) | _guide_files(wish.guidance),
         labels,
         codec,
         _target(folder) if plane else None,
         speech,
     )
-
-
-def _speech(network: Any, wish: Wish, classes: int) -> Speech | None:
-    """None where the model is told nothing but a class."""
-    if network.conditioning is None:
-        return None
-    parts = network.conditioning.parts
-    return speech_of(parts, network.data_shape, wish.prompts, wish.control, classes)
 
 
 def _target(folder: Path) -> GaussianMixture:
@@ -150,20 +144,16 @@ def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> Ne
         if ours != theirs:
             raise UserError(f"{name} cannot guide: its {what} is {theirs}, the model's {ours}")
     for what in ("layout", "text", "classes", "tokens"):
-        ours, theirs = (getattr(_told(each), what) for each in (wanted, network))
+        ours, theirs = getattr(wanted.told, what), getattr(network.told, what)
         if ours != theirs:
             raise UserError(f"{name} cannot guide: it is told {what} {theirs}, the model {ours}")
     return guide
 
 
-def _told(network: Any) -> Parts:
-    return Parts() if network.conditioning is None else network.conditioning.parts
-
-
 def _check_conditions(name: str, network: Any, wish: Wish) -> None:
     if network.model.config.get("sample_size", 0) is None:
         raise UserError(f"{name} does not say its image size: put sample_size into its config.json")
-    parts = _told(network)
+    parts = network.told
     if not network.classes and wish.labels:
         raise UserError(f"{name} knows no classes: --labels needs them")
     guided = isinstance(wish.guidance, ClassifierFree | TwoTermGuidance)

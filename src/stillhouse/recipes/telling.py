@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -39,6 +39,14 @@ class NoText(Config):
     """Captions are not used."""
 
     kind: Literal["none"] = "none"
+    width: ClassVar[int] = 0
+    length: ClassVar[int] = 1
+
+    def build(self, loader: Loader) -> None:
+        return None
+
+    def text(self, digest: str) -> None:
+        return None
 
 
 class CaptionText(Config):
@@ -211,8 +219,12 @@ def speech_of(
     prompts: Sequence[str],
     control: Sequence[str],
     classes: int = 0,
+    encoder: str = "",
 ) -> Speech:
-    """For sampling: prompts are encoded as the model's captions were."""
+    """For sampling: prompts are encoded as the model's captions were.
+
+    `encoder` is where the model's own is, if not where the model says.
+    """
     said = {}
     for word in control:
         name, equals, value = word.partition("=")
@@ -223,13 +235,7 @@ def speech_of(
     if text is None:
         speech = Speech(parts, shape, control=said, kinds=classes)
     else:
-        encoder = load_encoder(text.encoder, text.length)
-        if encoder.digest != text.digest:
-            raise UserError(
-                f"the text encoder {text.encoder} is not the one that the model was trained with: "
-                "its weights or its tokenizer differ"
-            )
-        table = EmbeddedCaptions.of(encoder, prompts)
+        table = EmbeddedCaptions.of(_own_encoder(text, encoder), prompts)
         places = table.places(prompts)
         speech = Speech(parts, shape, table, places, said, len(prompts))
     try:
@@ -237,6 +243,22 @@ def speech_of(
     except ValueError as error:
         raise UserError(f"--control {' '.join(control)}: {error}") from error
     return speech
+
+
+def _own_encoder(text: Text, elsewhere: str) -> TextEncoder:
+    """The one that a model was trained with, and no other."""
+    name = elsewhere or text.encoder
+    try:
+        found = load_encoder(name, text.length)
+    except UserError as error:
+        hint = "" if elsewhere else ". If it is elsewhere, name it as --prompt-encoder"
+        raise UserError(f"the model's text encoder: {error}{hint}") from error
+    if found.digest != text.digest:
+        raise UserError(
+            f"the text encoder {name} is not the one that the model was trained with: its weights "
+            "or its tokenizer differ"
+        )
+    return found
 
 
 def preview_speech(

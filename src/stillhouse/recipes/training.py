@@ -167,11 +167,10 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
         )
         if found is not None:
             engine.resume(found)
-        if here.rank == 0:
-            write_record(config, learner)
+        here.first(lambda: write_record(config, learner))
         feed = stack.enter_context(Prefetch(loader, learner.prepare))
         with stopping(engine, caught):
-            engine.run(feed, opening(here, loader, found))
+            engine.run(feed, opening(here, notes(loader, learner, found)))
         if isinstance(learner.coupling, Pooled):  # before the prefetch, which may wait in it
             learner.coupling.close(lambda step: max(here.gather(step)))
         if engine.stopped:
@@ -205,7 +204,12 @@ def count_classes(config: TrainRun, loader: Loader) -> int:
 def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
     """The network as a denoiser, with its objective."""
     classes = count_classes(config, loader)
-    texts = None if isinstance(config.text, NoText) else config.text.build(loader)
+    texts = config.text.build(loader)
+    if texts is None and isinstance(config.data, DataConfig) and config.data.columns.text:
+        raise UserError(
+            f"the captions in {config.data.columns.text!r} would not be used: add --text captions, "
+            "or leave --data.columns.text out"
+        )
     if texts is not None and classes:
         raise UserError(
             "the network is told a caption or a class, not both: leave --data.columns.label or "
@@ -236,11 +240,8 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
 
 
 def check_buckets(config: TrainRun, network: Any) -> None:
-    """diffusers' DiT puts its patches together as a square."""
     shaped = isinstance(config.data, DataConfig) and config.data.buckets.kind != "none"
-    if shaped and "DiTTransformer2DModel" in {
-        base.__name__ for base in type(network.model).__mro__
-    }:
+    if shaped and network.convention.square:
         raise UserError(
             "a DiT draws square images only: choose --network backbone --network.name mdt, pixart, "
             "mmdit or unet, or leave --data.buckets out"
@@ -281,8 +282,7 @@ def build_hooks(config: TrainRun, here: World, learner: Learner) -> list[tuple[i
     hooks: list[tuple[int, Hook]] = [(config.preview.every, drawer)]
     held_out = config.validation.build(config.data, config.batch, here)
     if held_out is not None:
-        texts = None if isinstance(config.text, NoText) else config.text.build(held_out)
-        validator = Validator(held_out, learner, config.shown, texts)
+        validator = Validator(held_out, learner, config.shown, config.text.build(held_out))
         hooks.append((config.validation.every, validator))
     if config.snapshot_every:
         hooks.append((config.snapshot_every, Snapshots(config.out / "averages")))
@@ -312,7 +312,7 @@ def claimed(config: TrainRun) -> Iterator[None]:
         raise UserError(f"{config.out} cannot be written to ({error})") from error
     with locked(config.out):
         if (config.out / RECORD).exists():
-            check_settings(config, read_config(config.out), str(config.out))
+            check_settings(config, read_record(config.out)["config"], str(config.out))
         yield
 
 
@@ -328,10 +328,12 @@ def check_settings(config: TrainRun, old: dict[str, Any], where: str) -> None:
         )
 
 
-def read_config(out: Path) -> dict[str, Any]:
-    """The config of the run in this folder; nothing where there is none."""
+def read_record(out: Path) -> dict[str, Any]:
+    """What is known of the run in this folder; nothing where there is none."""
     try:
-        return json.loads((out / RECORD).read_text())["config"]
+        record = json.loads((out / RECORD).read_text())
+        record["config"]  # or it is none of ours
+        return record
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -339,21 +341,36 @@ def read_config(out: Path) -> dict[str, Any]:
 
 
 def write_record(config: TrainRun, learner: Learner) -> None:
-    """The resolved run, beside its results."""
+    """The resolved run, beside its results. The text encoder is part of it, and no setting."""
     count = sum(p.numel() for p in learner.denoiser.parameters())
+    encoder = "" if learner.texts is None else learner.texts.text.digest
+    before = read_record(config.out).get("text_encoder", encoder)
+    if before != encoder:
+        raise UserError(
+            f"{config.out} was trained with another text encoder of the same name: its weights or "
+            "its tokenizer differ. Bring that one back, or choose another --out"
+        )
     record = {
         "config": config.model_dump(mode="json"),
         "network": {"parameters": count},
+        "text_encoder": encoder,
         "versions": {name: version(name) for name in ("torch", "numpy", "diffusers", "datasets")}
         | {"stillhouse": __version__},
     }
     write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
 
 
-def opening(here: World, loader: Loader, found: Found | None) -> Mapping[str, Any]:
+def notes(loader: Loader, learner: Learner, found: Found | None) -> list[str]:
+    """What a user should know before anything is trained."""
+    cut = "" if learner.texts is None else learner.texts.table.note
+    hint = f"{cut} (--text.length)" if cut else ""
+    return [*([] if found is None else found.skipped), loader.note, hint]
+
+
+def opening(here: World, notes: Sequence[str]) -> Mapping[str, Any]:
     """The first line of this session in the log."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    words = [*([] if found is None else found.skipped), *([loader.note] if loader.note else [])]
+    words = [note for note in notes if note]
     session = {"started": started, "world": here.size, "device": str(here.device)}
     return {"session": session, **({"message": "; ".join(words)} if words else {})}
 

@@ -5,7 +5,7 @@ All are hooks of the engine, called by every process: drawing and measuring are 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,10 +22,11 @@ from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.objectives import Draws, validate
 from stillhouse.pipelines import save_denoiser
-from stillhouse.process import Batch, Condition, KeyedNoise, starting_noise
+from stillhouse.process import Batch
 from stillhouse.recipes import pictures
 from stillhouse.recipes.learner import EDGES, NAME, Learner, total_curve
 from stillhouse.recipes.parts import Dpmpp3M, Solver
+from stillhouse.recipes.sampling import SampleRun, draw_batch
 from stillhouse.recipes.telling import Texts
 
 HELD_OUT = -1  # the seed of validation data, which no run has
@@ -102,24 +103,11 @@ class Drawer:
 
     def draw(self, engine: Engine, indices: list[int]) -> Tensor:
         """The samples with these indices, on the host."""
-        device = engine.world.device
-        scaling, network = self.learner.denoiser.scaling, self.learner.denoiser.network
-        shape = network.data_shape  # type: ignore[union-attr]
-        noise = starting_noise(shape, indices, seed=self.config.seed).to(device)  # type: ignore[arg-type]
-        grid = scaling.native_grid(self.learner.steps(self.config.steps))
-        cond = self.condition(indices, device)
-        source = KeyedNoise(indices, seed=self.config.seed)
+        config = SampleRun(solver=self.config.solver, seed=self.config.seed)
         with engine.networks[NAME].evaluating(self.average) as denoiser:
-            start = scaling.start(noise, grid[0])
-            return self.config.solver.build()(denoiser, start, grid, cond, generator=source).cpu()
-
-    def condition(self, indices: list[int], device: torch.device) -> Condition | None:
-        """Classes and styles in turn, captions from all over the data."""
-        speech, seed = self.learner.speech(), self.config.seed
-        cond = Condition() if speech is None else speech.condition(indices, seed)
-        if classes := self.learner.classes:
-            cond = replace(cond, label=torch.tensor([i % classes for i in indices]))
-        return cond.to(device) if len(cond) else None
+            subject = self.learner.subject(denoiser)
+            grid = subject.scaling.native_grid(self.learner.steps(self.config.steps))
+            return draw_batch(config, subject, grid, indices, engine.world.device).cpu()
 
     def picture(self, samples: Tensor, target: Path) -> None:
         if self.backdrop is not None:
