@@ -109,9 +109,10 @@ def test_unsupported_network_class(bare):
 
 def test_unsupported_autoencoder_class(tmp_path):
     small_autoencoder(4).save_pretrained(tmp_path / "vae")
-    rewrite(tmp_path / "vae" / "config.json", _class_name="AutoencoderDC")
+    rewrite(tmp_path / "vae" / "config.json", _class_name="AutoencoderKLWan")
     assert refusal(tmp_path, load_codec) == (
-        f"{tmp_path / 'vae'} holds a AutoencoderDC; supported: AutoencoderKL, AutoencoderTiny."
+        f"{tmp_path / 'vae'} holds a AutoencoderKLWan; supported: AsymmetricAutoencoderKL, "
+        "AutoencoderDC, AutoencoderKL, AutoencoderTiny, VQModel."
     )
 
 

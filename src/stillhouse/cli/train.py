@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> None:
     images = run(config)
     if _first_process():
         print(f"{images} images; the model is in {config.out / 'model'}")
-        prompt = " --prompt 'WHAT TO DRAW'" if config.text.kind == "captions" else ""
+        prompt = " --prompt 'WHAT TO DRAW'" if config.text.kind != "none" else ""
         print(f"  stillhouse sample {config.out / 'model'}{prompt}")
         print(f"  stillhouse report {config.out}")
 
@@ -89,7 +89,8 @@ def _recorded(path: Path) -> "TrainRun | None":
     """The config in a run's own run.json, which has other facts beside it."""
     import json
 
-    from stillhouse.recipes.training import RECORD, TrainRun
+    from stillhouse.recipes.folders import RECORD
+    from stillhouse.recipes.training import TrainRun
 
     try:
         found = json.loads(path.read_text()) if path.name == RECORD else {}

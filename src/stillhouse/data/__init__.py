@@ -19,6 +19,7 @@ from stillhouse.data.loaders import DataConfig
 from stillhouse.data.permutation import permute
 from stillhouse.data.points import PointsConfig
 from stillhouse.data.prefetch import Prefetch
+from stillhouse.data.prepared import Prepared
 from stillhouse.data.rows import Columns, Style
 from stillhouse.data.sources import Captions, Folder, Parquet, Source, Tars, sample_id
 from stillhouse.data.streamed import StreamedLoader
@@ -50,6 +51,7 @@ __all__ = [
     "Parquet",
     "PointsConfig",
     "Prefetch",
+    "Prepared",
     "RandomCrop",
     "Source",
     "Squash",

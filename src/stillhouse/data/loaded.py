@@ -2,12 +2,13 @@
 
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from stillhouse.data.crops import ControlConfig, Frame, Layout, Size
 from stillhouse.data.faults import Fault, FaultLog
@@ -46,15 +47,23 @@ class Loader(Protocol):
     def __iter__(self) -> Iterator[Loaded]: ...
 
 
+class Words(NamedTuple):
+    """An encoded caption."""
+
+    tokens: NDArray[Any]  # [n, C], without padding
+    pooled: NDArray[Any]  # [P]
+
+
 class Picture(NamedTuple):
     """One image, ready to be stacked."""
 
-    pixels: NDArray[np.uint8]
+    pixels: NDArray[Any]  # uint8, or latents
     layout: Layout
     label: int
     text: str
     id: int
     control: tuple[float, ...]
+    words: Words | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +74,14 @@ class Stack:
     containers have little, and a reader that is killed leaves its part of it behind.
     """
 
-    pixels: NDArray[np.uint8]
+    pixels: NDArray[Any]
     keys: Sequence[int]
     layouts: list[Layout]
     labels: list[int]
     text: tuple[str, ...]
     ids: list[int]
     control: list[tuple[float, ...]]
+    words: list[Words | None]
     faults: tuple[Fault, ...]
 
 
@@ -96,9 +106,9 @@ class Maker:
     def stack(
         self, pictures: Sequence[Picture], keys: Sequence[int], faults: Iterable[Fault]
     ) -> Stack:
-        pixels, layouts, labels, text, ids, control = map(list, zip(*pictures, strict=True))
+        pixels, layouts, labels, text, ids, control, words = map(list, zip(*pictures, strict=True))
         return Stack(
-            np.stack(pixels), keys, layouts, labels, tuple(text), ids, control, tuple(faults)
+            np.stack(pixels), keys, layouts, labels, tuple(text), ids, control, words, tuple(faults)
         )
 
     def finish(self, item: Stack | UserError, log: FaultLog, state: State) -> Loaded:
@@ -110,7 +120,7 @@ class Maker:
             raise item
         log.add(item.faults)
         batch = Batch(
-            data=to_float(torch.from_numpy(item.pixels)),
+            data=self.floats(item.pixels),
             condition=self._condition(item),
             ids=torch.tensor(item.ids),
             key=torch.tensor(item.keys),
@@ -118,11 +128,18 @@ class Maker:
         text = item.text if self.columns.text else None
         return Loaded(batch, Frame.of(item.layouts), text, item.faults, state)
 
+    def floats(self, pixels: NDArray[Any]) -> Tensor:
+        return to_float(torch.from_numpy(pixels))
+
+    def spoken(self, words: list[Words | None]) -> Condition:
+        """What captions say that are encoded already: nothing, of images."""
+        return Condition()
+
     def _condition(self, item: Stack) -> Condition | None:
         label = torch.tensor(item.labels) if self.columns.label else None
         control = torch.tensor(item.control) if item.control[0] else None
-        said = label is not None or control is not None
-        return Condition(label=label, control=control) if said else None
+        cond = replace(self.spoken(item.words), label=label, control=control)
+        return cond if len(cond) else None
 
 
 def open_image(row: Row, mode: Literal["rgb", "grey"]) -> "Image":

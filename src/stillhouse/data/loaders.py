@@ -1,9 +1,9 @@
 """The data of a run, as one config that builds its loader."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stillhouse.config import Config
 from stillhouse.data.buckets import Buckets, NoBuckets
@@ -11,18 +11,21 @@ from stillhouse.data.crops import ControlConfig
 from stillhouse.data.faults import FaultConfig
 from stillhouse.data.indexed import IndexedLoader
 from stillhouse.data.loaded import Loader, Maker, State, WorkerStart
+from stillhouse.data.prepared import LatentMaker, Prepared
 from stillhouse.data.rows import Columns
-from stillhouse.data.sources import Folder, Parquet, Source
+from stillhouse.data.sources import Folder, Parquet, Tars
 from stillhouse.data.streamed import StreamedLoader
 from stillhouse.data.transforms import ImageConfig
 from stillhouse.errors import UserError
+
+DataSource = Annotated[Parquet | Tars | Folder | Prepared, Field(discriminator="kind")]
 
 
 class DataConfig(Config):
     """Source, columns, pixels, and how they are read."""
 
     kind: Literal["images"] = "images"
-    source: Source = Parquet()
+    source: DataSource = Parquet()
     columns: Columns = Columns()
     image: ImageConfig = ImageConfig()
     control: ControlConfig = ControlConfig()
@@ -38,8 +41,8 @@ class DataConfig(Config):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one image."""
-        return self.image.shape
+        """Of one image, or of its latents where they are stored."""
+        return self.source.index.shape if isinstance(self.source, Prepared) else self.image.shape
 
     def build(
         self,
@@ -65,8 +68,7 @@ class DataConfig(Config):
             "worker_start": self.worker_start,
             "faults": self.faults,
         }
-        maker = Maker(self.image, self.columns, seed, self.control)
-        bucketed = not isinstance(self.buckets, NoBuckets)
+        maker, bucketed = self._maker(seed), not isinstance(self.buckets, NoBuckets)
         if not isinstance(self.source, Folder) and self.source.streaming:
             if stop is not None:
                 raise UserError("a streamed source has no end to stop at: use an indexed one")
@@ -86,6 +88,16 @@ class DataConfig(Config):
             start = resume[0]["images"]
         order = self.buckets.build(images, self.image.size, batch, seed)
         return IndexedLoader(images, maker, order, start=start, stop=stop, **common)
+
+    def _maker(self, seed: int) -> Maker:
+        if not isinstance(self.source, Prepared):
+            return Maker(self.image, self.columns, seed, self.control)
+        if self.image.flip or not isinstance(self.buckets, NoBuckets):
+            raise UserError(
+                "prepared latents are neither flipped nor sorted into shapes any more: leave "
+                "--data.image.flip and --data.buckets out, and say so to `stillhouse prepare`"
+            )
+        return LatentMaker(self.image, self.columns, seed, self.control, self.source.index)
 
 
 def _check_place(state: State, rows: int, batch: int | None) -> None:

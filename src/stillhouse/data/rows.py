@@ -12,6 +12,7 @@ from stillhouse.data.faults import Corrupt
 from stillhouse.errors import UserError
 
 _SHOWN = 12  # values of a column that an error lists
+WHOLE_ROW = "*"  # in place of a column's name
 
 
 class Style(Config):
@@ -59,7 +60,7 @@ class Columns(Config):
 class Row(NamedTuple):
     """What a source gives for one image, still undecoded."""
 
-    image: Any  # bytes, {"bytes", "path"}, a path, or an array of pixels
+    image: Any  # bytes, {"bytes", "path"}, a path, an array of pixels, or all columns
     label: Any
     text: Any
     id: int
@@ -70,7 +71,8 @@ class Row(NamedTuple):
 def check_columns(features: Any, columns: Columns, where: str) -> None:
     """One sentence for a column that is not there, or that cannot be what it should be."""
     for role, name in columns.roles:
-        if name and name not in features and name.split(".")[0] not in features:
+        known = name in ("", WHOLE_ROW) or name in features
+        if not known and name.split(".")[0] not in features:
             there = ", ".join(features)
             raise UserError(
                 f"there is no column {name!r} for the {role} in {where}; the columns are: {there}. "
@@ -143,6 +145,8 @@ def decoded(value: Any, names: Sequence[str] | None) -> Any:
 
 
 def value_of(values: dict[str, Any], name: str) -> Any:
+    if name == WHOLE_ROW:
+        return values
     if not name or name in values:
         return values.get(name)
     column, _, field = name.partition(".")

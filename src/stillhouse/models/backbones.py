@@ -36,6 +36,7 @@ is built anew at that size counts on from where the old one ended: weights do no
 `base_resolution` makes it count as the old one did. diffusers' DiT takes square images only.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -102,9 +103,13 @@ def build_unet(
     resolution: int,
     token_width: int,
     qk_norm: bool = False,
+    widths: tuple[int, ...] = (),
     **changes: Any,
 ) -> Any:
+    """`widths` of the levels, where they are not those of the size."""
     shape = _look_up(UNET, size, "unet")
+    if widths:
+        shape = shape._replace(widths=widths, groups=math.gcd(32, *widths))
     halvings = len(shape.widths) - 1
     if resolution % 2**halvings:
         raise UserError(

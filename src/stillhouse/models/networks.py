@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.models.conditioning import Conditioning, Parts, taken_apart
+from stillhouse.models.positions import data_size
 from stillhouse.process import Condition
 
 Shapes = dict[str, tuple[int | None, ...]]  # a condition field's shape per sample; None is free
@@ -219,7 +220,7 @@ class DiffusersNetwork(nn.Module):
         config: Any = self.model.config
         if "sample_size" not in config:
             return (config.in_channels,)
-        size = config.sample_size
+        size = data_size(self.model)
         if size is None:
             raise ValueError("the model's config does not say its sample_size: give a shape")
         height, width = (size, size) if isinstance(size, int) else size

@@ -10,7 +10,7 @@ Positions without a token are zero: `stillhouse.models.padding` says what they b
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -245,16 +245,23 @@ class EmbeddedCaptions:
     def of(cls, encoder: TextEncoder, captions: Sequence[str]) -> "EmbeddedCaptions":
         """Encodes every distinct caption."""
         distinct = tuple(dict.fromkeys([*captions, ""]))
-        tokens, counts, pooled = [], [], []
-        for at in range(0, len(distinct), BATCH):
-            part: Any = encoder.encode(distinct[at : at + BATCH])
+        parts = (distinct[at : at + BATCH] for at in range(0, len(distinct), BATCH))
+        longest = max(encoder.count_tokens(distinct))
+        return cls.packed(distinct, (encoder.encode(part) for part in parts), longest)
+
+    @classmethod
+    def packed(
+        cls, captions: tuple[str, ...], encoded: Iterable[Any], longest: int = 0
+    ) -> "EmbeddedCaptions":
+        """Of captions, each once and the empty one among them, that are encoded, in parts."""
+        tokens, counts, pooled, length = [], [], [], 0
+        for part in encoded:
             tokens.append(part.text[part.text_mask])
             counts.append(part.text_mask.sum(1))
             pooled.append(part.pooled)
+            length = part.text.shape[1]
         starts = F.pad(torch.cat(counts).cumsum(0), (1, 0))
-        longest = max(encoder.count_tokens(distinct))
-        text, length = torch.cat(tokens), encoder.length
-        return cls(distinct, text, starts, torch.cat(pooled), length, longest)
+        return cls(captions, torch.cat(tokens), starts, torch.cat(pooled), length, longest)
 
     @property
     def note(self) -> str:

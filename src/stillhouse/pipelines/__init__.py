@@ -9,7 +9,7 @@ from stillhouse.pipelines.load import (
     read_facts,
     resolve_folder,
 )
-from stillhouse.pipelines.save import save_denoiser
+from stillhouse.pipelines.save import save_codec, save_denoiser
 
 __all__ = [
     "UnreadableCheckpoint",
@@ -19,5 +19,6 @@ __all__ = [
     "load_denoiser",
     "read_facts",
     "resolve_folder",
+    "save_codec",
     "save_denoiser",
 ]

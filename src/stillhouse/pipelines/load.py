@@ -17,6 +17,7 @@ from torch import nn
 
 from stillhouse.errors import UserError
 from stillhouse.models import NETWORKS, Codec, DiffusersNetwork
+from stillhouse.models.codecs import AUTOENCODERS
 from stillhouse.models.conditioning import Conditioning, Parts, conditioned
 from stillhouse.models.networks import attended_width
 from stillhouse.pipelines.schedules import read_schedule
@@ -34,7 +35,6 @@ OURS = {
 LOADABLE = {*NETWORKS, *OURS, "Transformer2DModel"}
 FACTS = "stillhouse"  # the key of our own facts in the metadata of safetensors
 CONDITIONING = "conditioning"  # .json and .safetensors, beside the network
-AUTOENCODERS = {"AutoencoderKL", "AutoencoderTiny"}
 # diffusers' names of weights, whole or in shards; half precision is read where there is no other.
 WEIGHTS = {
     None: re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors"),
@@ -105,11 +105,17 @@ def load_codec(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Codec | None:
-    """The autoencoder of a latent pipeline, or None where the model works on pixels."""
-    folder = resolve_folder(path_or_hub_id) / "vae"
-    if not (folder / "config.json").is_file():
-        return None
-    return Codec(_from_pretrained(folder, AUTOENCODERS, dtype)).to(device).eval()
+    """The autoencoder of a latent pipeline, or in a directory of its own; None where there is none.
+
+    A model that works on pixels has none.
+    """
+    folder = resolve_folder(path_or_hub_id)
+    place = folder / "vae"
+    if not (place / "config.json").is_file():
+        place, alone = folder, folder / "config.json"
+        if not alone.is_file() or _read_json(alone).get("_class_name") not in AUTOENCODERS:
+            return None
+    return Codec(_from_pretrained(place, {*AUTOENCODERS}, dtype)).to(device).eval()
 
 
 def is_hub_id(name: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.files import write_whole
-from stillhouse.models import DiffusersNetwork
+from stillhouse.models import Codec, DiffusersNetwork
 from stillhouse.pipelines.load import CONDITIONING, FACTS
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -52,6 +52,16 @@ def save_denoiser(
         file = _file(_of("conditioning.", weights), {}, dtype)
         write_whole(folder / f"{CONDITIONING}.safetensors", file)
     write_whole(folder / WEIGHTS, _file(_of("model.", weights), facts, dtype))
+
+
+def save_codec(folder: Path, codec: Codec) -> None:
+    """Beside the model, where `load_codec` finds it, in the precision that it has."""
+    autoencoder: Any = codec.autoencoder
+    target = folder / "vae"
+    autoencoder.save_config(target)
+    _forget_place(target / "config.json")
+    weights = autoencoder.state_dict()
+    write_whole(target / WEIGHTS, _file(weights, {}, next(autoencoder.parameters()).dtype))
 
 
 def _of(part: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

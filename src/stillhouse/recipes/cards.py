@@ -17,12 +17,18 @@ from stillhouse.config import Config
 from stillhouse.engine.trackers import LOG, read_log
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
-from stillhouse.pipelines import load_denoiser, read_facts, save_denoiser
+from stillhouse.pipelines import (
+    load_codec,
+    load_denoiser,
+    read_facts,
+    save_codec,
+    save_denoiser,
+)
 from stillhouse.recipes import pictures
+from stillhouse.recipes.folders import RECORD
 from stillhouse.recipes.parts import Guidance, NoGuidance
 from stillhouse.recipes.sampling import SampleRun, draw_batch
 from stillhouse.recipes.subjects import Wish, load_subject
-from stillhouse.recipes.training import RECORD
 
 
 class ExportRun(Config):
@@ -69,6 +75,9 @@ def export(config: ExportRun) -> Path:
     scheduler = json.loads((source / "scheduler_config.json").read_text())
     dtype = getattr(torch, config.dtype)
     save_denoiser(config.out, network, network.state_dict(), scheduler, facts=facts, dtype=dtype)
+    codec = load_codec(source, dtype=dtype)
+    if codec is not None:
+        save_codec(config.out, codec)
     log = read_log(config.run / LOG)
     draw_grid(config, sampling_steps(config, facts), config.prompt_encoder or here)
     draw_curves(log, config.out / "curves.png")
@@ -129,7 +138,8 @@ def draw_grid(config: ExportRun, steps: int, encoder: str) -> None:
         return pictures.save_points(samples, backdrop, target)
     kinds = len(subject.labels or config.prompt)
     columns = kinds if 1 < kinds <= 16 else None
-    return pictures.save_tiles([pictures.to_pil(s) for s in samples], target, columns=columns)
+    images = subject.decode(samples)
+    return pictures.save_tiles([pictures.to_pil(s) for s in images], target, columns=columns)
 
 
 def curves(log: Sequence[dict[str, Any]]) -> dict[str, Any]:

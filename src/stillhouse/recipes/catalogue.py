@@ -8,6 +8,8 @@
 | `cifar10-dit` | CIFAR-10, 32 px, 10 classes | DiT | flow |
 | `cifar10-mmdit` | CIFAR-10, 32 px, 10 classes as tokens, flips told | mmDiT | flow |
 | `emoji` | emoji of three styles, 32 px, captions as text | U-Net, cross-attention | flow |
+| `emoji-latent` | the same, 64 px, in the latents of TAESD3 | U-Net, cross-attention | flow |
+| `pets-latent`, `birds-latent` | photos, 64 px, 37 and 200 classes, likewise | the same | flow |
 | `images` | a folder of your own | U-Net | EDM |
 
 `tiny` shows in about a minute on two cores that all of it works; `full` is meant to be used.
@@ -24,10 +26,10 @@ from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.optimisers import AdamW, Constant, Cosine
 from stillhouse.engine.sharding import Spread
 from stillhouse.objectives.configs import DenoisingConfig, FlowConfig, LogNormal
-from stillhouse.recipes.known_data import columns, parquet
+from stillhouse.recipes.known_data import codec, columns, parquet
 from stillhouse.recipes.networks import Backbone, DiT, Perceptron, UNet
 from stillhouse.recipes.processes import Edm, RectifiedFlow
-from stillhouse.recipes.telling import CaptionText
+from stillhouse.recipes.telling import CaptionText, NoText
 from stillhouse.recipes.training import TrainRun
 from stillhouse.recipes.watching import Preview, Validation
 
@@ -121,8 +123,21 @@ def cifar10_unet(scale: Scale) -> TrainRun:
 
 
 def cifar10_dit(scale: Scale) -> TrainRun:
+    small, large = DiT(patch=4, depth=2, heads=2, head_width=32), DiT(patch=2)
+    return cifar10_transformer(scale, small if scale == "tiny" else large, "dit")
+
+
+def cifar10_mmdit(scale: Scale) -> TrainRun:
+    """Semantics through attention, control through time: a class is a token, a flip is told."""
     tiny = scale == "tiny"
-    network = DiT(patch=4, depth=2, heads=2, head_width=32) if tiny else DiT(patch=2)
+    network = Backbone(name="mmdit", size="tiny" if tiny else "S", patch=4 if tiny else 2)
+    run = cifar10_transformer(scale, network, "mmdit")
+    data = run.data.model_copy(update={"control": ControlConfig(composition=("flip",))})
+    return run.model_copy(update={"data": data})
+
+
+def cifar10_transformer(scale: Scale, network: DiT | Backbone, name: str) -> TrainRun:
+    tiny = scale == "tiny"
     return cifar10(scale).model_copy(
         update={
             "network": network,
@@ -130,25 +145,7 @@ def cifar10_dit(scale: Scale) -> TrainRun:
             "objective": FlowConfig(),
             "spread": Spread(precision="bf16"),
             "optim": AdamW(lr=1e-3 if tiny else 3e-4, warmup=0 if tiny else 500_000),
-            "out": Path("runs/cifar10-dit"),
-        }
-    )
-
-
-def cifar10_mmdit(scale: Scale) -> TrainRun:
-    """Semantics through attention, control through time: a class is a token, a flip is told."""
-    run = cifar10(scale)
-    tiny = scale == "tiny"
-    network = Backbone(name="mmdit", size="tiny" if tiny else "S", patch=4 if tiny else 2)
-    return run.model_copy(
-        update={
-            "data": run.data.model_copy(update={"control": ControlConfig(composition=("flip",))}),
-            "network": network,
-            "process": RectifiedFlow(),
-            "objective": FlowConfig(),
-            "spread": Spread(precision="bf16"),
-            "optim": AdamW(lr=1e-3 if tiny else 3e-4, warmup=0 if tiny else 500_000),
-            "out": Path("runs/cifar10-mmdit"),
+            "out": Path(f"runs/cifar10-{name}"),
         }
     )
 
@@ -183,6 +180,37 @@ def emoji(scale: Scale) -> TrainRun:
     )
 
 
+def emoji_latent(scale: Scale) -> TrainRun:
+    """Twice the pixels a side and a quarter of the numbers: 16 x 8 x 8."""
+    run = emoji(scale)
+    return run.model_copy(
+        update={
+            "data": run.data.model_copy(update={"image": ImageConfig(size=64)}),
+            "codec": codec("taesd3"),
+            "network": Backbone(name="unet", size="tiny" if scale == "tiny" else "small"),
+            "out": Path("runs/emoji-latent"),
+        }
+    )
+
+
+def photos_latent(name: Literal["pets", "birds"], classes: int, scale: Scale) -> TrainRun:
+    """Photos of classes, which reach the network as learnt tokens."""
+    run = emoji_latent(scale)
+    return run.model_copy(
+        update={
+            "data": DataConfig(
+                source=parquet(name, "train"),
+                columns=columns(name),
+                image=ImageConfig(size=64, flip=True),
+            ),
+            "classes": classes,
+            "text": NoText(),
+            "validation": Validation(every=run.preview.every, source=parquet(name, "test")),
+            "out": Path(f"runs/{name}-latent"),
+        }
+    )
+
+
 def images(scale: Scale) -> TrainRun:
     """A folder of one's own, at 64 pixels."""
     count = {"tiny": 512, "full": 2_000_000}[scale]
@@ -213,5 +241,8 @@ RECIPES: dict[str, Callable[[Scale], TrainRun]] = {
     "cifar10-dit": cifar10_dit,
     "cifar10-mmdit": cifar10_mmdit,
     "emoji": emoji,
+    "emoji-latent": emoji_latent,
+    "pets-latent": partial(photos_latent, "pets", 37),
+    "birds-latent": partial(photos_latent, "birds", 200),
     "images": images,
 }

@@ -1,4 +1,4 @@
-"""The data sets that are known by name: from a local copy, or else from the hub."""
+"""Data sets and codecs that are known by name: from a local copy, or else from the hub."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,10 @@ from stillhouse.data import Columns, Parquet, Style
 HUB = {
     "fashion": "hf://datasets/zalando-datasets/fashion_mnist/fashion_mnist",
     "cifar10": "hf://datasets/uoft-cs/cifar10/plain_text",
-    "emoji": "emoji",  # not on the hub: a folder of your own
+    **{name: name for name in ("emoji", "pets", "birds")},  # folders of your own
 }
-HUB_IMAGE = {"fashion": "image", "cifar10": "img", "emoji": "image"}
+HUB_IMAGE = {"cifar10": "img"}  # others call it image
+CODECS = {"taesd": "madebyollin/taesd", "taesd3": "madebyollin/taesd3"}
 STYLES = ("noto", "twemoji", "fluent-3d")  # of emoji
 
 
@@ -32,4 +33,11 @@ def columns(name: str) -> Columns:
     """Local copies name the image column `image`."""
     if name == "emoji":
         return Columns(text="caption", styles=(Style(column="style", values=STYLES),))
-    return Columns(image="image" if local_copy(name) else HUB_IMAGE[name], label="label")
+    image = "image" if local_copy(name) else HUB_IMAGE.get(name, "image")
+    return Columns(image=image, label="label")
+
+
+def codec(name: str) -> str:
+    """A folder of this name below $STILLHOUSE_WEIGHTS where there is one, else the hub's id."""
+    folder = Path(os.environ.get("STILLHOUSE_WEIGHTS", ""), name)
+    return str(folder) if os.environ.get("STILLHOUSE_WEIGHTS") and folder.is_dir() else CODECS[name]

@@ -12,6 +12,8 @@ from stillhouse.couplings.leak import Leak, LeakProbe
 from stillhouse.data import FaultLog
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World, memory_gb
+from stillhouse.models import Codec
+from stillhouse.models.transfer import Account
 from stillhouse.objectives import Draws, LevelCurve, Loss, Objective, drop_apart, log_edges
 from stillhouse.objectives.base import row_keys
 from stillhouse.objectives.consistency import Pairs
@@ -41,6 +43,9 @@ class Learner:
     coupling: Coupling | None = None
     texts: Texts | None = None  # captions, where the network is told them
     drop_control: float = 0.0
+    codec: Codec | None = None  # between images and what the network draws
+    stored: bool = True  # whether data are such already
+    account: Account | None = None  # what was carried over from another network
     losses: list[Loss] = field(default_factory=list)  # since the last log line, as are the others
     ids: list[int] = field(default_factory=list)
     pairings: list[tuple[Pairing, Leak]] = field(default_factory=list)
@@ -64,11 +69,22 @@ class Learner:
             shape,
             {},
             tuple(range(self.classes)),
+            self.codec,
             speech=preview_speech(network.told, shape, self.texts, self.classes),
         )
 
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Of what is drawn, decoded."""
+        network: Any = self.denoiser.network
+        _, *sides = network.data_shape
+        if self.codec is None:
+            return network.data_shape
+        return self.codec.image_channels, *(side * self.codec.downscale for side in sides)
+
     def prepare(self, batch: Batch) -> Batch:
         """What the prefetch does in advance: all that is drawn by key, and which noise is met."""
+        batch = self.latents(batch)
         label = batch.condition.label if batch.condition else None
         if self.texts is not None:
             batch = self.texts.tell(batch)
@@ -82,6 +98,12 @@ class Learner:
         if self.texts is not None:
             batch = self.texts.pad(batch, self.draws.seed)
         return self.objective.prepare(self.hide(batch), self.draws)
+
+    def latents(self, batch: Batch) -> Batch:
+        """The same, encoded where the network draws latents and the data are images."""
+        if self.codec is None or self.stored:
+            return batch
+        return replace(batch, data=self.codec.encode(batch.data).to(batch.data.device))
 
     def hide(self, batch: Batch) -> Batch:
         """The same, with what masked training does not show of each image."""

@@ -75,7 +75,8 @@ class Evaluation(Config):
                 "--evaluation out"
             )
         detector = self.detector.build(here.device)
-        pixels = Pixels(data.image.size, data.image.mode)
+        channels, *_, side = learner.image_shape
+        pixels = Pixels(side, "grey" if channels == 1 else "rgb")
         library = Library(cache_folder(self.cache), detector, here, refresh=self.refresh)
         images = Columns(image=data.columns.image)
         reference = library.open(self.reference, pixels, lambda: self._stored(images, pixels))

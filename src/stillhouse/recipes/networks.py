@@ -12,6 +12,7 @@ from stillhouse.models import DiffusersNetwork
 from stillhouse.models.backbones import Name, Size
 from stillhouse.models.conditioning import Parts, conditioned
 from stillhouse.models.networks import attended_width
+from stillhouse.recipes.starting import check_process
 
 if TYPE_CHECKING:
     from stillhouse.pipelines.schedules import Trained
@@ -164,6 +165,8 @@ class Backbone(NetworkConfig):
     """Numbers per learnt token of a class, where there are no captions."""
     qk_norm: bool = False
     """For unet and pixart, which then no longer open in diffusers alone; mmdit always has it."""
+    widths: tuple[PositiveInt, ...] = ()
+    """For unet: of its levels, where they are not those of the size; each halves the resolution."""
     masked: bool = True
     """For mdt: every image is learnt a second time with 30 to 50% of its tokens hidden."""
 
@@ -190,6 +193,12 @@ class Backbone(NetworkConfig):
                     "--data.columns.label"
                 )
             options["token_width"] = text_width or self.token_width
+        if self.widths:
+            if self.name != "unet":
+                raise UserError(
+                    "--network.widths are those of the levels of a unet: leave them out"
+                )
+            options["widths"] = self.widths
         if self.qk_norm and self.name in ("unet", "pixart"):
             options["qk_norm"] = True
         model = chosen.build(self.size, channels=channels, resolution=size, **options)
@@ -240,23 +249,9 @@ class Pretrained(NetworkConfig):
 
     def check(self, trained: "Trained") -> None:
         """Its weights mean nothing in another process than its own."""
-        import torch
-
         from stillhouse.pipelines import load_denoiser
 
-        own = load_denoiser(self.path)
-        sigma = torch.tensor([0.02, 0.5, 5.0])
-        same = own.prediction == trained.prediction and torch.equal(
-            own.scaling.time_at(sigma), trained.scaling.time_at(sigma)
-        )
-        if not same or not torch.equal(
-            own.scaling.input_scale(sigma), trained.scaling.input_scale(sigma)
-        ):
-            raise UserError(
-                f"{self.path} was trained as {type(own.scaling).__name__}, predicting "
-                f"{own.prediction}, not as --process says: give its own (vp with its betas and "
-                "prediction, flow, or edm with its sigma-data)"
-            )
+        check_process(self.path, load_denoiser(self.path), trained)
 
 
 NetworkChoice = Annotated[

@@ -14,6 +14,7 @@ from stillhouse.engine.sharding import blocks, shard_group
 from stillhouse.engine.world import World
 from stillhouse.models import DiffusersNetwork
 from stillhouse.process import Condition
+from stillhouse.recipes.latents import build_codec, drawn_shape
 from stillhouse.recipes.measuring import Evaluation
 from stillhouse.recipes.networks import Pretrained
 from stillhouse.recipes.training import TrainRun, build_loader, count_classes
@@ -53,11 +54,13 @@ def _evaluations(config: TrainRun, evaluation: Evaluation) -> str:
 def shadow(config: TrainRun) -> DiffusersNetwork:
     """The network on the meta device: shapes without memory, so any size fits."""
     classes = config.classes or _classes(config)
-    parts, width = config.parts(config.text.text("")), config.text.width
+    text, width = config.text.foreseen(config.data) or (None, 0)
+    parts = config.parts(text)
+    shape = drawn_shape(config, build_codec(config, torch.device("cpu")))
     if isinstance(config.network, Pretrained):  # reads its weights; whose sizes are all that counts
-        return config.network.network(config.data.shape, classes, parts, width).to("meta")
+        return config.network.network(shape, classes, parts, width).to("meta")
     with torch.device("meta"):
-        return config.network.network(config.data.shape, classes, parts, width)
+        return config.network.network(shape, classes, parts, width)
 
 
 def _classes(config: TrainRun) -> int:
@@ -108,7 +111,8 @@ def activations(config: TrainRun, network: DiffusersNetwork) -> float:
         return tensor
 
     x = torch.empty(2, *network.data_shape, device="meta")
-    cond = anything(network, config.text.length)
+    text = network.told.text
+    cond = anything(network, text.length if text else 1)
     # One call of two samples: some parts treat a batch of one otherwise.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = network(x, torch.empty(2, device="meta"), cond)

