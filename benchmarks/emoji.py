@@ -1,10 +1,11 @@
-"""What control and padding do to a model of real images: emoji at 32 pixels, small scale.
+"""What control and padding do to a model of real images: emoji at 64 pixels, small scale.
 
     STILLHOUSE_DATA=../shared/data STILLHOUSE_WEIGHTS=../shared/weights \\
         python benchmarks/emoji.py [NAME ...] [--plan] [--work runs/emoji]
 
 A name is EXPERIMENT-ARM-SEED, or the beginning of one. What has a file in results/emoji is not run
-again, and a run that was broken off goes on where it was. `--plan` prints the commands.
+again, and a run that was broken off goes on where it was. `--plan` prints the commands. Networks
+draw latents of TAESD3, which `stillhouse prepare` makes once for all runs of an experiment.
 
 `size`: emoji of people and faces, and of objects and places, without captions. An emoji is stored
 at 16 or 64 pixels, which it is told as its size: people are small and things large, in 85% of
@@ -33,13 +34,14 @@ import torch.nn.functional as F
 from experiments import last_values, read_lines, work_through
 from torch import Tensor
 
-from stillhouse.recipes.known_data import parquet
+from stillhouse.recipes.known_data import STYLES, codec, parquet
 
 RESULTS = Path(__file__).parent / "results" / "emoji"
 SEEDS, IMAGES, DRAWN = 2, 64_000, 500
 GROUPS = (("People & Body", "Smileys & Emotion"), ("Objects", "Travel & Places"))
-SIZES, AGREEMENT, SIDE = (16, 64), 0.85, 32
+SIZES, AGREEMENT, SIDE = (16, 64), 0.85, 64
 HELD_OUT = 20  # one in so many
+STYLE = [{"column": "style", "values": STYLES}]
 
 COMMON = f"""--network.size tiny --batch 64 --images {IMAGES} --optim.lr 1e-3 --optim.warmup 4000
     --optim.schedule cosine --averages '[{{"kind": "half-life", "images": 4000}}]'
@@ -49,7 +51,9 @@ ARMS = {
         "gamma": "--detail.shape cosine --detail.alpha 8",
         "constant": "--detail.shape constant",
     },
-    "padding": {kind: f"--text.padding {kind}" for kind in ("noisy", "replicate", "zero")},
+    "padding": {
+        kind: f"--text stored --text.padding {kind}" for kind in ("noisy", "replicate", "zero")
+    },
 }
 PLAN = [f"{what}-{arm}-{seed}" for what in ARMS for seed in range(SEEDS) for arm in ARMS[what]]
 
@@ -67,35 +71,46 @@ def write_data(name: str, work: Path) -> None:
 def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
     what, arm, seed = name.split("-")
     run, data = work / name, work / "data" / what
-    train = f"train emoji {COMMON} {ARMS[what][arm]} --seed {seed} --out {run} "
+    train = f"train emoji-latent {COMMON} {ARMS[what][arm]} --seed {seed} --out {run} "
+    train += f"--data.source prepared --data.source.path {data}/train "
+    parts = ("train",)
     if what == "size":
         control = "--data.control.detail height --data.columns.styles '[]'"
         train += f"--text none --data.columns.text '' --data.columns.label label {control}"
         rest = [(run / f"{s}/grid.png", sample_at(s, run)) for s in SIZES]
         rest += [(run / f"judged-{s}/evaluation.json", judge_at(s, data, run)) for s in SIZES]
     else:
-        held_out = f"--validation.source parquet --validation.source.files '{data}/test*.parquet'"
-        train += f"{held_out} --validation.every {IMAGES // 4} --validation.images 256"
+        parts = ("train", "test")
+        train += f"--validation.source prepared --validation.source.path {data}/test "
+        train += f"--validation.every {IMAGES // 4} --validation.images 256"
         rest = [(run / "judged/evaluation.json", judge(data, run))]
-    train += f" --data.source.files '{data}/train*.parquet'"
-    yield run / f"samples/images-{IMAGES:012d}.png", shlex.split(train)
-    yield from ((done, shlex.split(words)) for done, words in rest)
+    first = [(data / part / "index.json", prepare(data, part, what)) for part in parts]
+    last = run / f"samples/images-{IMAGES:012d}.png"
+    for done, words in (*first, (last, train), *rest):
+        yield done, shlex.split(words)
+
+
+def prepare(data: Path, part: str, what: str) -> str:
+    text = "" if what == "size" else "--text minilm --text-length 16"
+    source = f"prepare '{data}/{part}.parquet' --out {data}/{part} --resolution {SIDE} {text}"
+    styles = "" if what == "size" else f"--columns.styles '{json.dumps(STYLE)}'"
+    return f"{source} {styles} --codec {codec('taesd3')}"
 
 
 def sample_at(size: int, run: Path) -> str:
-    draw = f"--count {DRAWN} --steps 25 --solver euler --batch 50 --tensors"
+    draw = f"--count {DRAWN} --steps 25 --solver euler --batch 50"
     return f"sample {run}/model --control height={size} {draw} --out {run}/{size}"
 
 
 def judge_at(size: int, data: Path, run: Path) -> str:
     metrics = f"--metrics fid,kid --detector mobilenet-v2 --count {DRAWN} --seeds 1"
-    reference = f"--reference '{data}/size-{size}*.parquet' --size {SIDE}"
+    reference = f"--reference '{data}/size-{size}.parquet' --size {SIDE}"
     return f"evaluate {run}/{size}/images {reference} {metrics} --out {run}/judged-{size}"
 
 
 def judge(data: Path, run: Path) -> str:
     metrics = "--metrics fid,kid,retrieval --detector mobilenet-v2 --text-encoder minilm"
-    reference = f"--reference '{data}/train*.parquet' --columns.text caption"
+    reference = f"--reference '{data}/train.parquet' --columns.text caption"
     draw = f"--count {DRAWN} --steps 25 --solvers euler --prompts {data}/prompts.txt"
     return f"evaluate {run}/model {reference} {metrics} {draw} --out {run}/judged"
 
@@ -198,16 +213,14 @@ def compare_sizes(run: Path) -> dict[str, Any]:
         "changed": round(float((says[0] != says[1]).double().mean()), 4),
         "people_small": round(float(says[0].double().mean()), 4),
         "people_large": round(float(says[1].double().mean()), 4),
+        "detail": [round(float((x - reduced(x)).std()), 4) for x in (small, large)],
         "judged": [found["settings"][0]["values"] for found in judged],  # small, large
         "classifier": classifier()[2],
     }
 
 
 def read_drawn(folder: Path) -> Tensor:
-    from safetensors.torch import load_file
-
-    files = sorted((folder / "tensors").iterdir())
-    return torch.cat([load_file(file)["samples"] for file in files]).clamp(-1, 1)
+    return torch.stack([pixels_of(file) for file in sorted((folder / "images").iterdir())])
 
 
 def reduced(images: Tensor) -> Tensor:
@@ -240,7 +253,7 @@ def classifier() -> tuple[Tensor, Tensor, float]:
     That is measured on a fifth of the emoji, which it is not fitted to.
     """
     found = [(row, group) for row in rows() if (group := group_of(row)) is not None]
-    seen = features(reduced(torch.stack([pixels_of(row) for row, _ in found])))
+    seen = features(reduced(torch.stack([pixels_of(encoded(row)) for row, _ in found])))
     side = torch.tensor([1.0 - 2 * group for _, group in found]).double()
     test = torch.tensor([chance(row, "classifier") < 0.2 for row, _ in found])
     mean, ridge = seen[~test].mean(0), len(seen) * torch.eye(seen.shape[1]).double()
@@ -250,12 +263,17 @@ def classifier() -> tuple[Tensor, Tensor, float]:
     return mean, weights, round(float(right.double().mean()), 3)
 
 
-def pixels_of(row: dict[str, Any]) -> Tensor:
+def pixels_of(file: Any) -> Tensor:
+    """In [-1, 1], of an encoded image."""
     import numpy as np
     from PIL import Image
 
-    image = Image.open(io.BytesIO(resized(row, SIDE)["bytes"]))
-    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()).float() / 127.5 - 1
+    array = np.asarray(Image.open(file).convert("RGB"))
+    return torch.from_numpy(array.transpose(2, 0, 1).copy()).float() / 127.5 - 1
+
+
+def encoded(row: dict[str, Any]) -> io.BytesIO:
+    return io.BytesIO(resized(row, SIDE)["bytes"])
 
 
 def shown(run: Path) -> Path:

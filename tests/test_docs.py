@@ -52,11 +52,13 @@ def pictures(tmp_path) -> None:
     """The folders that the pages speak of."""
     from PIL import Image
 
-    for folder in ("photos", "animals/cat", "animals/dog"):
+    for folder in ("photos", "captioned", "animals/cat", "animals/dog"):
         (tmp_path / folder).mkdir(parents=True)
         for i in range(12):
             colour = (20 * i, 255 - 20 * i, 7 * i)
             Image.new("RGB", (40 + i, 50), colour).save(tmp_path / folder / f"{i}.png")
+    lines = [f'{{"file_name": "{i}.png", "caption": "picture {i}"}}\n' for i in range(12)]
+    (tmp_path / "captioned" / "metadata.jsonl").write_text("".join(lines))
 
 
 @pytest.fixture
@@ -79,13 +81,23 @@ def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     for number, command in enumerate(commands(page)):
         out = f"out-{number}"
-        words = shlex.split(command.replace("MODEL", str(model)).replace("DIR", out))[1:]
+        places = {
+            "MODEL": model,
+            "DIR": out,
+            "CODEC": SHARED / "weights/taesd",
+            "ENCODER": "minilm",
+        }
+        for name, place in places.items():
+            command = command.replace(name, str(place))
+        words = shlex.split(command)[1:]
         if words[0] == "sample" and "--out" not in words:
             words += ["--out", out]
         if str(model) in words and "--count" not in words:
             words += ["--count", "4"]
-        if words[0] == "evaluate" or "--evaluation" in words:
+        if words[0] == "evaluate" or {"--evaluation", "--codec"} & {*words}:
             weights_folder()  # or skip
+        if words[0] == "prepare":
+            words += ["--workers", "1"]
         if words[0] == "evaluate":
             words += FEW + ([] if "--detector" in words else SMALL)
         if words[0] == "train" and "--scale" not in words:
@@ -97,7 +109,7 @@ def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tm
             continue
         folder = Path(words[1] if words[0] == "report" else words[words.index("--out") + 1])
         left = {"sample": "record.json", "train": "model", "report": "report.html"}
-        left |= {"export": "README.md", "evaluate": "evaluation.json"}
+        left |= {"export": "README.md", "evaluate": "evaluation.json", "prepare": "index.json"}
         assert (folder / left[words[0]]).exists(), command
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "prepare": "encode images and captions once, as shards of latents",
     "train": "train a recipe, or resume it",
     "report": "draw a training run into one HTML page",
     "export": "hand on the model of a training run, with a card",

@@ -94,8 +94,8 @@ class DataConfig(Config):
             return Maker(self.image, self.columns, seed, self.control)
         if self.image.flip or not isinstance(self.buckets, NoBuckets):
             raise UserError(
-                "prepared latents are neither flipped nor sorted into shapes any more: leave "
-                "--data.image.flip and --data.buckets out, and say so to `stillhouse prepare`"
+                "prepared latents are neither flipped nor sorted into shapes any more: give "
+                "--data.image.flip false and no --data.buckets; `stillhouse prepare --flip` flips"
             )
         return LatentMaker(self.image, self.columns, seed, self.control, self.source.index)
 
