@@ -356,5 +356,5 @@ def test_pixel_arrays_and_webp_tell_their_size(tmp_path):
 def test_a_stream_cannot_be_sorted(tmp_path):
     files = (write_shards(tmp_path / "data", "parquet", [5]),)
     config = DataConfig(source=Parquet(files=files, streaming=True), buckets=AspectBuckets())
-    with pytest.raises(UserError, match=r"leave --data\.source\.streaming or --data\.buckets out"):
+    with pytest.raises(UserError, match=r"streaming false, or leave --data\.buckets out"):
         config.build(batch=2, seed=0)
