@@ -662,6 +662,7 @@ def bucket(monkeypatch):
     fs = s3fs.S3FileSystem(skip_instance_cache=True)
     fs.mkdir("prepared")
     yield fs
+    s3fs.S3FileSystem.clear_instance_cache()  # it would look for this server in later tests
     server.shutdown()
     server.server_close()
     thread.join()

@@ -60,7 +60,9 @@ def server(monkeypatch) -> Iterator[Unruly]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()  # of tests before, whose servers are gone
     yield app
+    s3fs.S3FileSystem.clear_instance_cache()
     server.shutdown()
     server.server_close()
     thread.join()
