@@ -19,9 +19,9 @@ from coupling import ENDLESS, Training
 from timing import alternately
 
 from stillhouse.data import ControlConfig
-from stillhouse.recipes.catalogue import RECIPES
-from stillhouse.recipes.networks import Backbone
-from stillhouse.recipes.training import TrainRun
+from stillhouse.recipes.train.catalogue import RECIPES
+from stillhouse.recipes.train.networks import Backbone
+from stillhouse.recipes.train.training import TrainRun
 
 RESULTS = Path(__file__).parent / "results"
 CONTROL = ControlConfig(composition=("flip", "crop_top", "crop_left"), detail=("height", "width"))

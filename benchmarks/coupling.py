@@ -31,9 +31,9 @@ from stillhouse.couplings.pairing import mean_distance
 from stillhouse.data import Prefetch
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World
-from stillhouse.recipes.catalogue import RECIPES
-from stillhouse.recipes.learner import NAME
-from stillhouse.recipes.training import TrainRun, build_learner, build_loader
+from stillhouse.recipes.train.catalogue import RECIPES
+from stillhouse.recipes.train.learner import NAME
+from stillhouse.recipes.train.training import TrainRun, build_learner, build_loader
 
 RESULTS = Path(__file__).parent / "results"
 HERE = World(0, 1, torch.device("cpu"))

@@ -7,12 +7,14 @@ A name is EXPERIMENT-ARM-SEED, or the beginning of one. What has a file in resul
 again, and a run that was broken off goes on where it was. `--plan` prints the commands. Networks
 draw latents of TAESD3, which `stillhouse prepare` makes once for all runs of an experiment.
 
-`size`: emoji of people and faces, and of objects and places, without captions. An emoji is stored
-at 16 or 64 pixels, which it is told as its size: people are small and things large, in 85% of
-cases. Both sizes are drawn from the same noise, with the weight of the size constant, as in SDXL,
-or gamma(t). Measured: how different the two look when both are reduced to 16 pixels (LPIPS,
-SqueezeNet), how often one shows a person and the other a thing (a linear classifier of features of
-MobileNetV2), and the Fréchet distance of each size to the real ones of that size.
+`size`: emoji of people and faces, and of objects and places, without captions; the network starts
+from reference/emoji, so that what it draws can be told apart. An emoji is stored at 16 or 64
+pixels, which it is told as its size: people are small and things large, in 85% of cases. Both sizes
+are drawn from the same noise, with the weight of the size constant, as in SDXL, or gamma(t) of
+alpha 8 (the default) or 2. Measured: how different the two look when both are reduced to 16
+pixels (LPIPS, SqueezeNet), how often one shows a person and the other a thing (a linear classifier
+of features of MobileNetV2), how much is lost by reducing them (`detail`: whether the size was
+heard), and the Fréchet distance of each size to the real ones of that size.
 
 `padding`: captions, padded with `noisy` copies of their tokens, with exact copies (`replicate`) or
 with `zero`. A twentieth of the emoji is held out, of captions that other styles show in training.
@@ -37,18 +39,21 @@ from torch import Tensor
 from stillhouse.recipes.known_data import STYLES, codec, parquet
 
 RESULTS = Path(__file__).parent / "results" / "emoji"
-SEEDS, IMAGES, DRAWN = 2, 64_000, 500
+REFERENCE = Path(__file__).parents[1] / "reference" / "emoji"
+SEEDS, DRAWN = 2, 500
+IMAGES = {"size": 64_000, "padding": 96_000}
 GROUPS = (("People & Body", "Smileys & Emotion"), ("Objects", "Travel & Places"))
 SIZES, AGREEMENT, SIDE = (16, 64), 0.85, 64
 HELD_OUT = 20  # one in so many
+PAIRS = 12  # that a picture shows
 STYLE = [{"column": "style", "values": STYLES}]
 
-COMMON = f"""--network.size tiny --batch 64 --images {IMAGES} --optim.lr 1e-3 --optim.warmup 4000
-    --optim.schedule cosine --averages '[{{"kind": "half-life", "images": 4000}}]'
-    --checkpoint-every {IMAGES // 4} --preview.every {IMAGES // 4} --log-every 3200"""
+COMMON = """--network.widths 64 112 --batch 64 --optim.warmup 4000 --optim.schedule cosine
+    --averages '[{"kind": "half-life", "images": 4000}]' --log-every 3200"""
 ARMS = {
     "size": {
         "gamma": "--detail.shape cosine --detail.alpha 8",
+        "alpha2": "--detail.shape cosine --detail.alpha 2",
         "constant": "--detail.shape constant",
     },
     "padding": {
@@ -71,21 +76,24 @@ def write_data(name: str, work: Path) -> None:
 def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
     what, arm, seed = name.split("-")
     run, data = work / name, work / "data" / what
+    images, every = IMAGES[what], IMAGES[what] // 4
     train = f"train emoji-latent {COMMON} {ARMS[what][arm]} --seed {seed} --out {run} "
+    train += f"--images {images} --checkpoint-every {every} --preview.every {every} "
     train += f"--data.source prepared --data.source.path {data}/train "
     parts = ("train",)
     if what == "size":
         control = "--data.control.detail height --data.columns.styles '[]'"
-        train += f"--text none --data.columns.text '' --data.columns.label label {control}"
+        train += f"--text none --data.columns.text '' --data.columns.label label {control} "
+        train += f"--init-from {REFERENCE} --network.token-width 384 --optim.lr 5e-4"
         rest = [(run / f"{s}/grid.png", sample_at(s, run)) for s in SIZES]
         rest += [(run / f"judged-{s}/evaluation.json", judge_at(s, data, run)) for s in SIZES]
     else:
         parts = ("train", "test")
         train += f"--validation.source prepared --validation.source.path {data}/test "
-        train += f"--validation.every {IMAGES // 4} --validation.images 256"
+        train += f"--validation.every {every} --validation.images 256 --optim.lr 1e-3"
         rest = [(run / "judged/evaluation.json", judge(data, run))]
     first = [(data / part / "index.json", prepare(data, part, what)) for part in parts]
-    last = run / f"samples/images-{IMAGES:012d}.png"
+    last = run / f"samples/images-{images:012d}.png"
     for done, words in (*first, (last, train), *rest):
         yield done, shlex.split(words)
 
@@ -186,7 +194,13 @@ def write(folder: Path, parts: dict[str, list[dict[str, Any]]], classes: Any = N
 
 def summary(name: str, run: Path) -> dict[str, Any]:
     what, arm, seed = name.split("-")
-    facts = {"experiment": what, "arm": arm, "seed": int(seed), "images": IMAGES, "drawn": DRAWN}
+    facts = {
+        "experiment": what,
+        "arm": arm,
+        "seed": int(seed),
+        "images": IMAGES[what],
+        "drawn": DRAWN,
+    }
     lines = read_lines(run)
     if what == "size":
         return facts | compare_sizes(run)
@@ -277,9 +291,17 @@ def encoded(row: dict[str, Any]) -> io.BytesIO:
 
 
 def shown(run: Path) -> Path:
-    """The samples of the end of training, or of the larger size."""
-    larger = run / str(SIZES[1]) / "grid.png"
-    return larger if larger.exists() else max((run / "samples").glob("*.png"))
+    """The samples of the end of training, or pairs of the same noise: small above, large below."""
+    if not (run / str(SIZES[0])).exists():
+        return max((run / "samples").glob("*.png"))
+    from PIL import Image
+
+    picture = Image.new("RGB", (PAIRS * SIDE, len(SIZES) * SIDE))
+    for row, size in enumerate(SIZES):
+        for column, file in enumerate(sorted((run / str(size) / "images").iterdir())[:PAIRS]):
+            picture.paste(Image.open(file), (column * SIDE, row * SIDE))
+    picture.save(run / "pairs.png")
+    return run / "pairs.png"
 
 
 if __name__ == "__main__":

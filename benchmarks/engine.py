@@ -37,10 +37,10 @@ from stillhouse.engine.optimisers import Constant
 from stillhouse.engine.trackers import read_log
 from stillhouse.engine.world import World
 from stillhouse.process import Batch
-from stillhouse.recipes.catalogue import RECIPES, Scale
-from stillhouse.recipes.learner import NAME
-from stillhouse.recipes.networks import UNet
-from stillhouse.recipes.training import TrainRun, build_learner, build_loader
+from stillhouse.recipes.train.catalogue import RECIPES, Scale
+from stillhouse.recipes.train.learner import NAME
+from stillhouse.recipes.train.networks import UNet
+from stillhouse.recipes.train.training import TrainRun, build_learner, build_loader
 
 RESULTS = Path(__file__).parent / "results"
 ENDLESS = 10**12  # images: no block of steps is the run's last

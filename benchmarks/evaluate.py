@@ -26,7 +26,7 @@ from timing import alternately
 
 from stillhouse.engine.world import World
 from stillhouse.metrics.detectors import MobileNetV2Config
-from stillhouse.recipes.evaluating import Bench, EvaluateRun, Setting, evaluate, run
+from stillhouse.recipes.judge.evaluating import Bench, EvaluateRun, Setting, evaluate, run
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"

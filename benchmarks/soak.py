@@ -35,9 +35,9 @@ from stillhouse.data import Columns, DataConfig, ImageConfig, Tars
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.trackers import read_log
-from stillhouse.recipes.networks import UNet
-from stillhouse.recipes.training import TrainRun
-from stillhouse.recipes.watching import Preview
+from stillhouse.recipes.train.networks import UNet
+from stillhouse.recipes.train.training import TrainRun
+from stillhouse.recipes.train.watching import Preview
 
 RESULTS = Path(__file__).parent / "results"
 WORLD, SHARDS, ROWS, SIDE, BATCH = 2, 16, 256, 16, 32

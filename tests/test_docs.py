@@ -22,6 +22,10 @@ def commands(page: Path) -> list[str]:
     return re.findall(r"^    (stillhouse .*)$", page.read_text(), flags=re.MULTILINE)
 
 
+def run_files(page: Path) -> list[str]:
+    return re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
 @pytest.fixture
 def model(tmp_path) -> Path:
     """A small class-conditional checkpoint for the places where a page says MODEL."""
@@ -72,6 +76,8 @@ def detectors(tmp_path, monkeypatch) -> None:
 # An evaluation of few images, by a detector that needs no download. Of two, the last flag counts.
 FEW = ["--count", "8", "--reference-count", "8", "--seeds", "1"]
 SMALL = ["--detector", "resnet56-cifar10"]
+# A distillation of two batches, whose walks are not compared.
+BRIEF = ["--images", "8", "--batch", "4", "--comparison.count", "0", "--preview.count", "2"]
 
 
 @pytest.mark.slow
@@ -92,7 +98,7 @@ def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tm
         words = shlex.split(command)[1:]
         if words[0] == "sample" and "--out" not in words:
             words += ["--out", out]
-        if str(model) in words and "--count" not in words:
+        if words[0] in ("sample", "evaluate") and str(model) in words and "--count" not in words:
             words += ["--count", "4"]
         if words[0] == "evaluate" or {"--evaluation", "--codec"} & {*words}:
             weights_folder()  # or skip
@@ -100,17 +106,32 @@ def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tm
             words += ["--workers", "1"]
         if words[0] == "evaluate":
             words += FEW + ([] if "--detector" in words else SMALL)
+        if words[0] == "distill":
+            words += BRIEF
         if words[0] == "train" and "--scale" not in words:
             words += ["--scale", "tiny"]
         if "--evaluation" in words:
             words += ["--evaluation.count", "32"]
         main(words)
-        if "--dry-run" in words:
+        if "--dry-run" in words or words[0] == "plan":
             continue
         folder = Path(words[1] if words[0] == "report" else words[words.index("--out") + 1])
         left = {"sample": "record.json", "train": "model", "report": "report.html"}
         left |= {"export": "README.md", "evaluate": "evaluation.json", "prepare": "index.json"}
-        assert (folder / left[words[0]]).exists(), command
+        left |= {"distill": "model"}
+        # What a run in stages leaves is that of its last stage.
+        last = [folder, *sorted(folder.glob("*px"), key=lambda p: int(p.name[:-2]))][-1]
+        assert (last / left[words[0]]).exists(), command
+
+
+@pytest.mark.usefixtures("pictures", "detectors")
+@pytest.mark.parametrize("page", [p for p in PAGES if run_files(p)], ids=lambda p: p.name)
+def test_run_files_can_be_run(page, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for text in run_files(page):
+        (tmp_path / "run.yaml").write_text(text)
+        main(["train", "run.yaml", "--dry-run"])
+        assert "parameters" in capsys.readouterr().out
 
 
 def test_every_link_and_picture_is_there():

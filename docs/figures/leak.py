@@ -37,7 +37,7 @@ from stillhouse.couplings import (
 )
 from stillhouse.objectives import Draws, pair_noise
 from stillhouse.process import Batch, Condition
-from stillhouse.recipes.charts import spread
+from stillhouse.recipes.report.charts import spread
 
 IMAGES, PROBED = 20_000, 9_216
 SIZES, SEEDS = (128, 256, 1024), 6

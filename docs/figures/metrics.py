@@ -30,7 +30,7 @@ from stillhouse.metrics.frechet import frechet_distance
 from stillhouse.metrics.kernels import kernel_distance
 from stillhouse.metrics.moments import Moments
 from stillhouse.metrics.neighbours import prdc
-from stillhouse.recipes.galleries import Pixels, Stored, find_data
+from stillhouse.recipes.judge.galleries import Pixels, Stored, find_data
 
 SUBSETS, BATCH = 3, 250
 CLASSES = 10

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
         ("evaluate", {"overhead", "memory_ratio"}),
         ("coupling", {"n", "step_share", "reduction"}),
         ("conditioning", {"control_overhead"}),
+        ("sfd", {"overhead"}),
     ],
 )
 def test_a_quick_benchmark_prints_its_figures(name, keys, tmp_path):

@@ -140,3 +140,52 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
     source = Parquet(files=("hf://datasets/owner/name/train-*.parquet",))
     with pytest.raises(UserError, match=r"cannot be reached.*--data\.source\.files"):
         source.shards()
+
+
+# ---------------------------------------------------------------- captions beside images
+
+
+def captioned(folder, captions: list[bytes]) -> Folder:
+    folder.mkdir()
+    for i, caption in enumerate(captions):
+        (folder / f"{i}.png").write_bytes(png(pixels(i)))
+        (folder / f"{i}.txt").write_bytes(caption)
+    return Folder(path=str(folder))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path):
+    source = captioned(tmp_path / "data", [b"\xef\xbb\xbfone\r\n", "zw\u00f6lf".encode()])
+    assert source.open_indexed(Columns(text="text")).captions().texts == ("one", "zw\u00f6lf")
+
+
+def test_a_caption_that_is_not_utf8_is_named(tmp_path):
+    source = captioned(tmp_path / "data", [b"one", "zw\u00f6lf".encode("latin-1")])
+    with pytest.raises(UserError, match=r"1\.txt is not text in UTF-8 .*save it"):
+        source.open_indexed(Columns(text="text"))
+
+
+def test_images_are_told_apart_from_their_captions(tmp_path):
+    source, folder = captioned(tmp_path / "data", [b"one", b"two"]), tmp_path / "data"
+
+    def found() -> tuple[str, str]:
+        images = source.open_indexed(Columns(text="text"))
+        return source.fingerprint(), source.images_fingerprint(images)
+
+    files, images = found()
+    (folder / "1.txt").write_bytes(b"another")
+    files_after, images_after = found()
+    assert files_after != files
+    assert images_after == images
+    (folder / "1.png").write_bytes(png(pixels(7, 9)))
+    assert found()[1] != images
+
+
+def test_images_in_another_order_are_other_images(tmp_path):
+    source, folder = captioned(tmp_path / "data", [b"", b""]), tmp_path / "data"
+    prints = set()
+    for order in ((0, 1), (1, 0)):
+        lines = [json.dumps({"file_name": f"{i}.png", "text": "a"}) + "\n" for i in order]
+        (folder / "metadata.jsonl").write_text("".join(lines))
+        images = source.open_indexed(Columns(text="text"))
+        prints.add(source.images_fingerprint(images))
+    assert len(prints) == 2

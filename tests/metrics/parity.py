@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stillhouse.errors import UserError
-from stillhouse.recipes.telling import packaged
+from stillhouse.models.text import packaged
 
 # Operators that torchvision expects of its compiled part: declared, they are enough to import it.
 PRELUDE = """

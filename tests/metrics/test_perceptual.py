@@ -41,6 +41,20 @@ def test_the_documented_example(lpips):
     assert [round(float(d), 4) for d in lpips(a, b)] == [0.1024, 0.0938]
 
 
+def test_as_a_loss_it_has_the_slope_of_its_values(lpips):
+    """Along its gradient; and a finite one where an image is flat, and hardly a unit answers."""
+    generator = torch.Generator().manual_seed(0)
+    a = (torch.rand(1, 3, 32, 32, generator=generator) - 0.5).requires_grad_()
+    flat = torch.full((1, 3, 32, 32), -1.0)
+    lpips.distance(a, flat).sum().backward()
+    steepest = float(a.grad.norm())
+    ends = [lpips((a + h * a.grad / steepest).detach(), flat) for h in (1e-3, -1e-3)]
+    assert steepest == pytest.approx(float(ends[0] - ends[1]) / 2e-3, rel=0.005)
+    black = flat.requires_grad_()
+    lpips.distance(black, a.detach()).sum().backward()
+    assert bool(torch.isfinite(black.grad).all())
+
+
 @pytest.mark.slow
 def test_it_is_the_packages(lpips):
     state = {

@@ -1,10 +1,11 @@
-"""Control, step counts and classes as tokens, on all five backbones."""
+"""Control, step counts and classes as tokens, on all five backbones and a plain U-Net."""
 
 import copy
 import json
 
 import pytest
 import torch
+from diffusers import UNet2DModel
 from torch import nn
 
 from stillhouse.models import DiffusersNetwork
@@ -21,16 +22,25 @@ LAYOUT = Layout(
     styles=(("style", ("flat", "drawn", "3d")),),
     detail=("height",),
 )
+NAMES = [*BACKBONES, "plain"]  # a U-Net without attention to tokens, as unconditional models are
 BY_TOKENS = [name for name, backbone in BACKBONES.items() if backbone.takes == "token_width"]
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
 
 
+def backbone(name):
+    if name == "plain":
+        widths = {"block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1}
+        blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+        return UNet2DModel(sample_size=SIDE, num_class_embeds=CLASSES, **widths, **blocks)
+    takes = BACKBONES[name].takes
+    told = {takes: CLASSES if takes == "classes" else WIDTH}
+    return BACKBONES[name].build("tiny", channels=3, resolution=SIDE, **told)
+
+
 def build(name, *, gamma=None, steps=False, tokens=2, seed=0):
     torch.manual_seed(seed)
-    backbone = BACKBONES[name]
-    told = CLASSES if backbone.takes == "classes" else WIDTH
-    model = backbone.build("tiny", channels=3, resolution=SIDE, **{backbone.takes: told})
-    classes = CLASSES if backbone.takes == "token_width" else 0
+    model = backbone(name)
+    classes = CLASSES if name in BY_TOKENS else 0
     parts = Parts(classes, tokens, LAYOUT, gamma or Gamma(alpha=4.0), steps)
     return DiffusersNetwork(model.eval(), None, conditioned(model, parts, attended_width(model)))
 
@@ -66,7 +76,7 @@ def embeddings_of_time(network, *args):
 # ---------------------------------------------------------------- who hears what
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_in_pure_noise_the_size_says_nothing_and_the_crop_does(name):
     network, x = build(name), images()
     with torch.no_grad():
@@ -77,7 +87,7 @@ def test_in_pure_noise_the_size_says_nothing_and_the_crop_does(name):
             assert not torch.equal(plain, network(x, told, said(flip=1.0)))
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_sample_of_a_batch_has_its_own_time(name):
     network, x = build(name), images()
     times = torch.tensor([1000.0, 0.0])
@@ -101,7 +111,7 @@ def test_a_class_leaves_the_time_path_alone_and_control_leaves_the_tokens_alone(
     assert not torch.equal(one[0], moved[0])
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_count_changes_nothing_until_it_is_trained(name):
     plain, counted = build(name), build(name, steps=True)
     counted.load_state_dict(plain.state_dict(), strict=False)
@@ -114,24 +124,27 @@ def test_a_step_count_changes_nothing_until_it_is_trained(name):
     assert not torch.equal(four, five)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_missing_is_named(name):
     with pytest.raises(ValueError, match="control"):
         build(name)(images(), torch.zeros(2), Condition(label=torch.zeros(2).long()))
 
 
+def test_a_network_that_embeds_no_time_is_refused():
+    with pytest.raises(ValueError, match="a Linear has no time path that control could take"):
+        conditioned(nn.Linear(2, 2), Parts(steps=True))
+
+
 # ---------------------------------------------------------------- the backbone stays what it was
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_key_of_the_backbone_changes(name):
-    backbone = BACKBONES[name]
-    told = CLASSES if backbone.takes == "classes" else WIDTH
-    plain = backbone.build("tiny", channels=3, resolution=SIDE, **{backbone.takes: told})
+    plain = backbone(name)
     assert plain.state_dict().keys() == build(name).model.state_dict().keys()
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_vector_of_zeros_is_no_control(name):
     network, x, time = build(name), images(), torch.full((2,), 300.0)
     cond = Condition(label=torch.tensor([1, 1]))
@@ -144,7 +157,7 @@ def test_a_vector_of_zeros_is_no_control(name):
         assert torch.equal(call(network.model, x, time, cond), beside)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_saved_and_loaded_it_is_the_same_and_the_backbone_opens_in_diffusers(name, tmp_path):
     network = build(name, steps=True)
     save_denoiser(tmp_path, network, network.state_dict(), FLOW, facts={})
@@ -183,7 +196,7 @@ def gradients(network, x, time, cond, repeat=1):
     return {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_checkpointed_gradients_are_the_plain_ones_even_with_two_calls_at_once(name):
     """The second call's control must not reach the first one's blocks when they are run again."""
     network, x, time = build(name).train(), images(), torch.tensor([100.0, 700.0])
@@ -197,7 +210,7 @@ def test_checkpointed_gradients_are_the_plain_ones_even_with_two_calls_at_once(n
     assert any(g.abs().max() > 0 for k, g in plain.items() if "conditioning.control" in k)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_copy_is_independent(name):
     network, x, time = build(name), images(), torch.full((2,), 10.0)
     other = copy.deepcopy(network)
@@ -210,7 +223,7 @@ def test_a_copy_is_independent(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_block_by_block_it_says_the_same(name):
     from stillhouse.engine.sharding import blocks
 

@@ -12,7 +12,7 @@ from stillhouse.data import Columns
 from stillhouse.errors import UserError
 from stillhouse.metrics.detectors import MobileNetV2Config
 from stillhouse.metrics.text import SentenceEncoder
-from stillhouse.recipes.evaluating import EvaluateRun, run
+from stillhouse.recipes.judge.evaluating import EvaluateRun, run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillhouse.recipes.charts import (
+from stillhouse.recipes.report.charts import (
     UNITS,
     Axis,
     Marks,

@@ -14,9 +14,9 @@ from stillhouse.couplings.configs import AssignmentConfig, ConditionalConfig, Ne
 from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.trackers import read_log
-from stillhouse.recipes.processes import Edm
-from stillhouse.recipes.training import TrainRun, run
-from stillhouse.recipes.watching import Preview
+from stillhouse.recipes.train.processes import Edm
+from stillhouse.recipes.train.training import TrainRun, run
+from stillhouse.recipes.train.watching import Preview
 
 
 @pytest.fixture

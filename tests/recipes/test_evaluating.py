@@ -26,11 +26,11 @@ from stillhouse.metrics.kernels import polynomial_mmd
 from stillhouse.metrics.moments import Moments
 from stillhouse.metrics.neighbours import prdc
 from stillhouse.metrics.references import load_reference
-from stillhouse.recipes import verdicts
-from stillhouse.recipes.evaluating import EvaluateRun, run
-from stillhouse.recipes.extraction import Collected, collect, first_images
-from stillhouse.recipes.galleries import Shown
-from stillhouse.recipes.measures import METRICS
+from stillhouse.recipes.judge import verdicts
+from stillhouse.recipes.judge.evaluating import EvaluateRun, run
+from stillhouse.recipes.judge.extraction import Collected, collect, first_images
+from stillhouse.recipes.judge.galleries import Shown
+from stillhouse.recipes.judge.measures import METRICS
 
 HERE = World(0, 1, torch.device("cpu"))
 
@@ -219,7 +219,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(config, unet, tmp_path):
             yield shown, detector(shown.images)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stillhouse.recipes.extraction.looked_at", counting)
+        patch.setattr("stillhouse.recipes.judge.extraction.looked_at", counting)
         again = run(changed(config, model=str(unet), steps=(30,)))
     assert sum(drawn) == 40 - 8 * done
     assert again["settings"][0]["values"] == whole["settings"][0]["values"]
@@ -234,7 +234,7 @@ def test_more_seeds_and_steps_add_to_what_is_there(config, unet, monkeypatch):
         names.append(gallery.reading)
         return real_collect(gallery, *rest)
 
-    monkeypatch.setattr("stillhouse.recipes.evaluating.collect", spy)
+    monkeypatch.setattr("stillhouse.recipes.judge.evaluating.collect", spy)
     second = run(changed(small, steps=(1, 2), seeds=2))
     assert names == [
         "dpmpp-3m, 1 steps, seed 1",
@@ -258,7 +258,9 @@ def test_another_evaluation_does_not_take_the_folder(config, unet):
 def test_the_reference_is_computed_once(config, unet, monkeypatch):
     small = changed(config, model=str(unet), steps=(1,), metrics=("kid",))
     run(small)
-    monkeypatch.setattr("stillhouse.recipes.referring.collect", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(
+        "stillhouse.recipes.judge.referring.collect", lambda *_: pytest.fail("again")
+    )
     run(changed(small, steps=(2,)))
 
 
@@ -429,7 +431,7 @@ def test_the_published_sweep_is_as_the_page_says():
 
 
 def test_every_metric_is_in_the_table_of_its_module():
-    from stillhouse.recipes import measures
+    from stillhouse.recipes.judge import measures
 
     for name in METRICS:
         assert f"| `{name}` |" in (measures.__doc__ or "")

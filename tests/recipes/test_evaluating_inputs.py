@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from stillhouse.cli import main
 from stillhouse.metrics.networks import FOLDER
 from stillhouse.metrics.references import load_reference
-from stillhouse.recipes.evaluating import Bench
+from stillhouse.recipes.judge.evaluating import Bench
 
 RESNET = "resnet56_cifar10.safetensors"
 FASHION = Path(__file__).parents[2] / "reference" / "fashion"
@@ -225,7 +225,9 @@ def test_missing_weights_are_named(refusal, monkeypatch):
 def test_a_metric_that_cannot_be_is_refused_before_anything_is_drawn(
     refusal, monkeypatch, metric, words, sentence
 ):
-    monkeypatch.setattr("stillhouse.recipes.evaluating.collect", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(
+        "stillhouse.recipes.judge.evaluating.collect", lambda *_: pytest.fail("drawn")
+    )
     assert sentence in refusal("good", "--metrics", metric, *words)
 
 
@@ -321,7 +323,7 @@ def test_results_against_another_reference_are_not_mixed(refusal):
 
 def stopped(monkeypatch, model: str, *words: object, after: int) -> None:
     """A command that is interrupted when the detector has seen so many batches."""
-    from stillhouse.recipes import extraction
+    from stillhouse.recipes.judge import extraction
 
     looked_at = extraction.looked_at
 

@@ -20,16 +20,16 @@ from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.objectives.configs import FlowConfig
 from stillhouse.pipelines import load_codec, load_denoiser
-from stillhouse.recipes.cards import ExportRun, export
-from stillhouse.recipes.networks import Backbone
-from stillhouse.recipes.planning import describe
+from stillhouse.recipes.plan.planning import describe
 from stillhouse.recipes.preparing import PrepareRun, Task
-from stillhouse.recipes.processes import RectifiedFlow
+from stillhouse.recipes.report.cards import ExportRun, export
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.telling import CaptionText, StoredText
-from stillhouse.recipes.training import TrainRun, build_learner, build_loader, run
-from stillhouse.recipes.watching import Preview, Validation
+from stillhouse.recipes.train.networks import Backbone
+from stillhouse.recipes.train.processes import RectifiedFlow
+from stillhouse.recipes.train.training import TrainRun, build_learner, build_loader, run
+from stillhouse.recipes.train.watching import Preview, Validation
 
 HERE = World(0, 1, torch.device("cpu"))
 SIDE, LENGTH = 32, 8

@@ -18,11 +18,12 @@ from stillhouse.engine.trackers import read_log
 from stillhouse.errors import UserError
 from stillhouse.metrics.detectors import MobileNetV2Config, ResNet56Config
 from stillhouse.objectives.configs import ConsistencyConfig
-from stillhouse.recipes import evaluating, measuring
-from stillhouse.recipes.evaluating import EvaluateRun
-from stillhouse.recipes.measuring import Evaluation, Finite
-from stillhouse.recipes.report import report
-from stillhouse.recipes.training import TrainRun, run
+from stillhouse.recipes.judge import evaluating
+from stillhouse.recipes.judge.evaluating import EvaluateRun
+from stillhouse.recipes.report.report import report
+from stillhouse.recipes.train import measuring
+from stillhouse.recipes.train.measuring import Evaluation, Finite
+from stillhouse.recipes.train.training import TrainRun, run
 
 COUNT = 40  # in batches of 16: a third round is for the first of two processes alone
 

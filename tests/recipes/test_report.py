@@ -24,8 +24,8 @@ from PIL import Image
 
 from stillhouse.cli.report import main
 from stillhouse.errors import UserError
-from stillhouse.recipes import report as reporting
-from stillhouse.recipes.report import report
+from stillhouse.recipes.report import report as reporting
+from stillhouse.recipes.report.report import report
 
 EDGES = [0.002 * (80 / 0.002) ** (k / 12) for k in range(13)]
 EVIL = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"

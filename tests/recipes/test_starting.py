@@ -10,14 +10,14 @@ from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
-from stillhouse.objectives.configs import DenoisingConfig, FlowConfig
+from stillhouse.objectives.configs import DenoisingConfig, FlowConfig, LogNormal, UniformTime
 from stillhouse.pipelines import load_denoiser
 from stillhouse.process import Condition
-from stillhouse.recipes.networks import Backbone, Pretrained
-from stillhouse.recipes.processes import Edm, RectifiedFlow
-from stillhouse.recipes.starting import Carry, shifted
-from stillhouse.recipes.training import TrainRun, build_learner, build_loader, run
-from stillhouse.recipes.watching import Preview
+from stillhouse.recipes.train.networks import Backbone, Pretrained
+from stillhouse.recipes.train.processes import Edm, RectifiedFlow, Vp
+from stillhouse.recipes.train.starting import Carry, shifted
+from stillhouse.recipes.train.training import TrainRun, build_learner, build_loader, run
+from stillhouse.recipes.train.watching import Preview
 
 HERE = World(0, 1, torch.device("cpu"))
 
@@ -131,3 +131,92 @@ def test_another_kind_of_network_is_refused(large):
     other = changed(large, network=Backbone(name="mmdit", size="tiny"))
     with pytest.raises(UserError, match="cannot go on from a DiTTransformer2DModel"):
         learner(other)
+
+
+@pytest.fixture
+def vp(small) -> TrainRun:
+    """At 8 pixels, told a timestep."""
+    density = UniformTime()
+    config = changed(small, process=Vp(), objective=DenoisingConfig(density=density))
+    run(config)
+    return config
+
+
+def enlarged(config: TrainRun, tmp_path, **changes) -> TrainRun:
+    """At twice the side, from the model of a run."""
+    data = config.data.model_copy(update={"image": ImageConfig(size=16)})
+    begun = {"data": data, "init_from": str(config.out / "model"), "out": tmp_path / "large"}
+    return changed(config, **begun | changes)
+
+
+def test_in_a_vp_process_every_timestep_has_twice_the_noise_and_is_told_as_before(vp, tmp_path):
+    here = shifted(enlarged(vp, tmp_path))
+    assert here.process.shift == 2
+    assert here.objective.density.shift == 1  # timesteps are drawn as before; they mean more noise
+    run(here)
+    before, after = (load_denoiser(c.out / "model").scaling for c in (vp, here))
+    times = torch.arange(0, 1000, 7)
+    torch.testing.assert_close(after.sigma_at(times), 2 * before.sigma_at(times), rtol=1e-6, atol=0)
+    drawn = here.objective.density.build(after).quantile(torch.tensor([0.3005, 0.9005]))
+    torch.testing.assert_close(drawn, after.sigma_at(torch.tensor([300, 900])))
+
+
+def test_densities_that_name_their_levels_are_shifted_in_a_vp_process_too(vp, tmp_path):
+    named = changed(vp, objective=DenoisingConfig(density=LogNormal()))
+    assert shifted(enlarged(named, tmp_path)).objective.density.shift == 2
+
+
+def test_a_shifted_vp_process_is_what_diffusers_makes_of_its_config(tmp_path):
+    from diffusers import DDIMScheduler
+
+    for process in (Vp(shift=2), Vp(shift=3, zero_snr=True, prediction="v")):
+        made = DDIMScheduler.from_config(process.scheduler()).alphas_cumprod.double()
+        ours = process.build().scaling.alphas_cumprod
+        torch.testing.assert_close(made, ours, rtol=2e-4, atol=1e-9)
+        plain = process.model_copy(update={"shift": 1.0}).build().scaling.alphas_cumprod
+        snr, shifted_snr = (abar / (1 - abar) for abar in (plain, ours))
+        torch.testing.assert_close(snr, process.shift**2 * shifted_snr)
+
+
+def test_a_written_vp_run_goes_on_and_other_betas_are_refused(vp, tmp_path):
+    here = enlarged(vp, tmp_path)
+    run(here)
+    record = json.loads((here.out / "run.json").read_text())["config"]
+    assert run(changed(TrainRun.model_validate(record), images=32)) == 32
+    other = changed(here, process=Vp(betas="scaled_linear"))
+    with pytest.raises(UserError, match="other noise levels"):
+        shifted(other)
+    with pytest.raises(UserError, match="was trained as VP"):
+        learner(changed(other, init=Carry(shift=False)))
+
+
+def test_what_was_carried_over_is_looked_at_before_the_first_step(vp, tmp_path):
+    held_out = vp.validation.model_copy(update={"source": vp.data.source, "images": 16})
+    here = enlarged(vp, tmp_path, validation=held_out)
+    run(here)
+    lines = [json.loads(line) for line in (here.out / "log.jsonl").read_text().splitlines()]
+    looked = [line for line in lines if line["images"] == 0 and "validation/loss" in line]
+    assert len(looked) == 1
+    assert (here.out / "samples/images-000000000000.png").exists()
+    run(changed(here, images=32))  # which goes on, and does not look again
+    lines = [json.loads(line) for line in (here.out / "log.jsonl").read_text().splitlines()]
+    assert [line["images"] for line in lines if "validation/loss" in line] == [0, 16, 32]
+
+
+def test_levels_that_were_shifted_before_are_shifted_from_there(large, tmp_path):
+    run(large)  # at 16 pixels, shifted by 2
+    data = large.data.model_copy(update={"image": ImageConfig(size=32)})
+    onward = changed(large, data=data, init_from=str(large.out / "model"), out=tmp_path / "third")
+    with pytest.raises(UserError, match=r"other noise levels than --process says \(2, not 1\)"):
+        shifted(onward)
+    told = shifted(changed(onward, process=RectifiedFlow(shift=2)))
+    assert told.process.shift == 4
+
+
+def test_schedulers_of_diffusers_start_a_shifted_process_at_a_finite_level():
+    from diffusers import EulerDiscreteScheduler
+
+    config = Vp(shift=2, zero_snr=True, prediction="v").scheduler()
+    made = EulerDiscreteScheduler.from_config(config)
+    made.set_timesteps(4)
+    assert made.sigmas[0].isfinite()

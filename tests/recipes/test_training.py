@@ -21,13 +21,13 @@ from stillhouse.errors import UserError
 from stillhouse.pipelines import load_denoiser, read_facts
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import Condition
-from stillhouse.recipes.catalogue import RECIPES
 from stillhouse.recipes.claims import locked
-from stillhouse.recipes.networks import DiT, Perceptron, Pretrained, UNet
-from stillhouse.recipes.planning import activations, describe, shadow
-from stillhouse.recipes.processes import Edm, RectifiedFlow, Vp
-from stillhouse.recipes.training import TrainRun, run
-from stillhouse.recipes.watching import Preview, Validation
+from stillhouse.recipes.plan.planning import describe, shadow
+from stillhouse.recipes.train.catalogue import RECIPES
+from stillhouse.recipes.train.networks import DiT, Perceptron, Pretrained, UNet
+from stillhouse.recipes.train.processes import Edm, RectifiedFlow, Vp
+from stillhouse.recipes.train.training import TrainRun, run
+from stillhouse.recipes.train.watching import Preview, Validation
 
 TINY = UNet(channels=(8, 16), layers=1, attention=(1,), head_width=8)
 
@@ -135,7 +135,7 @@ def test_labels_are_learnt_and_none_of_them_too(tmp_path):
 
 
 def test_power_averages_are_stored_and_give_any_width(tmp_path):
-    from stillhouse.recipes.averages import read_snapshots, synthesize_model
+    from stillhouse.recipes.train.averages import read_snapshots, synthesize_model
 
     profiles = (PowerFunction(sigma_rel=0.05), PowerFunction(sigma_rel=0.1))
     run(points(tmp_path, averages=profiles, snapshot_every=100))
@@ -355,24 +355,6 @@ def test_held_out_tars_are_read_to_their_end(tmp_path, images):
 # ---------------------------------------------------------------- the dry run
 
 
-def test_activations_are_counted_as_a_real_call_keeps_them(tmp_path, images):
-    config = pictures(tmp_path, images)
-    kept: dict[int, int] = {}
-    model, _ = config.network.build((3, 8, 8), 0)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(torch.randn(2, 3, 8, 8), torch.zeros(2)).sample
-    assert output.requires_grad
-    assert activations(config, shadow(config)) == pytest.approx(sum(kept.values()) / 2, rel=0.15)
-
-
 def test_the_dry_run_counts_parameters_and_trains_nothing(tmp_path, capsys):
     main(["train", "toy-moons", "--dry-run", "--out", str(tmp_path / "run"), "--network.width=32"])
     text = capsys.readouterr().out
@@ -385,25 +367,26 @@ def test_the_dry_run_counts_parameters_and_trains_nothing(tmp_path, capsys):
 
 def test_sharding_divides_the_memory(tmp_path):
     from stillhouse.engine.sharding import Spread
-    from stillhouse.recipes.planning import memory
+    from stillhouse.recipes.plan.planning import memory
 
-    config = points(tmp_path, spread=Spread(sharding="fsdp"))
-    one, four = (memory(config, shadow(config), n) for n in (1, 4))
+    wide = Perceptron(width=256)
+    config = points(tmp_path, network=wide, spread=Spread(sharding="fsdp"))
+    one, four = (memory(config, n) for n in (1, 4))
     for part in ("weights", "gradients", "optimiser", "averages"):
-        assert four[part] == one[part] / 4
+        assert getattr(four, part) == pytest.approx(getattr(one, part) / 4, rel=0.02)
     assert "memory per process, of 4" in describe(config, 4)
 
 
 # ---------------------------------------------------------------- the recipes
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [n for n in RECIPES if "finetune" not in n])
 @pytest.mark.parametrize("scale", ["tiny", "full"])
 def test_every_recipe_builds_its_network(name, scale, monkeypatch):
     monkeypatch.setenv("STILLHOUSE_WEIGHTS", str(weights_folder()))
     config = RECIPES[name](scale)
     network = shadow(config)
-    shape = (16, 8, 8) if "latent" in name else config.data.shape
+    shape = (16, 8, 8) if config.codec else config.data.shape
     assert network.data_shape == shape
     assert TrainRun.model_validate(config.model_dump()) == config
 

@@ -28,9 +28,9 @@ from stillhouse.engine.ema import HalfLife, PowerFunction
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.storage import Reader
 from stillhouse.engine.trackers import read_log
-from stillhouse.recipes.networks import UNet
-from stillhouse.recipes.training import TrainRun
-from stillhouse.recipes.watching import Preview
+from stillhouse.recipes.train.networks import UNet
+from stillhouse.recipes.train.training import TrainRun
+from stillhouse.recipes.train.watching import Preview
 
 BATCH = 12  # 1, 2 and 3 processes share it
 SHARDS = [20, 17, 9, 23, 15, 22]  # rows; no epoch ends with a batch

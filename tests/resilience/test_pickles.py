@@ -31,9 +31,9 @@ from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, Tars
 from stillhouse.engine.contents import MANIFEST, FileRecord, read_manifest, spell_manifest
 from stillhouse.engine.storage import Folder as Files
 from stillhouse.errors import UserError
-from stillhouse.recipes.averages import synthesize_model
-from stillhouse.recipes.networks import Pretrained
-from stillhouse.recipes.training import TrainRun, run
+from stillhouse.recipes.train.averages import synthesize_model
+from stillhouse.recipes.train.networks import Pretrained
+from stillhouse.recipes.train.training import TrainRun, run
 
 IMAGES = 4 * BATCH
 

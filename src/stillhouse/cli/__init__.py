@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "prepare": "encode images and captions once, as shards of latents",
+    "plan": "say what a run will need, before anyone pays for it",
     "train": "train a recipe, or resume it",
+    "distill": "make a student of few evaluations from a checkpoint",
     "report": "draw a training run into one HTML page",
     "export": "hand on the model of a training run, with a card",
     "evaluate": "measure a model or images against a reference",

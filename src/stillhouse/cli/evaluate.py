@@ -1,12 +1,12 @@
-"""`stillhouse evaluate MODEL --reference DATA`: see `recipes/evaluating.py`."""
+"""`stillhouse evaluate MODEL --reference DATA`: see `recipes/judge/evaluating.py`."""
 
 from collections.abc import Sequence
 
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.evaluating import EvaluateRun, run
-    from stillhouse.recipes.verdicts import show
+    from stillhouse.recipes.judge.evaluating import EvaluateRun, run
+    from stillhouse.recipes.judge.verdicts import show
 
     config = parse(
         EvaluateRun(),

@@ -1,11 +1,11 @@
-"""`stillhouse export RUN`: see `recipes/cards.py`."""
+"""`stillhouse export RUN`: see `recipes/report/cards.py`."""
 
 from collections.abc import Sequence
 
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.cards import ExportRun, export
+    from stillhouse.recipes.report.cards import ExportRun, export
 
     config = parse(
         ExportRun(),

@@ -1,4 +1,4 @@
-"""`stillhouse report RUN`: see `recipes/report.py`."""
+"""`stillhouse report RUN`: see `recipes/report/report.py`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class ReportRun(Config):
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.report import report
+    from stillhouse.recipes.report.report import report
 
     config = parse(
         ReportRun(),

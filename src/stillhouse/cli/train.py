@@ -1,4 +1,4 @@
-"""`stillhouse train RECIPE`: see `recipes/training.py` and the table in `recipes/catalogue.py`."""
+"""`stillhouse train RECIPE`: see `recipes/train/training.py`, and `catalogue.py` beside it."""
 
 import os
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stillhouse.recipes.training import TrainRun
+    from stillhouse.recipes.train.training import TrainRun
 
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.training import run
+    from stillhouse.recipes.train.progressive import legs, run_stages
 
-    words, own = _take_own_flags(list(words))
+    words, own = take_own_flags(list(words))
     scale = own.get("--scale", "full")
     name = words.pop(0) if words and not words[0].startswith("-") else ""
     config = parse(
-        _start(name, scale),
+        recipe_or_file(name, scale),
         words,
         prog=f"stillhouse train {name or 'RECIPE'}",
         description=_description(),
@@ -27,19 +27,35 @@ def main(words: Sequence[str]) -> None:
 
         raise UserError(_description())
     if "--dry-run" in own:
-        from stillhouse.recipes.planning import describe
+        from stillhouse.recipes.plan.planning import describe
 
-        print(describe(config, int(own.get("--processes", os.environ.get("WORLD_SIZE", "1")))))
+        processes = int(own.get("--processes", os.environ.get("WORLD_SIZE", "1")))
+        print("\n\n".join(describe(leg, processes) for leg in legs(config)))
         return
-    images = run(config)
+    config = run_stages(config)
     if _first_process():
-        print(f"{images} images; the model is in {config.out / 'model'}")
-        prompt = " --prompt 'WHAT TO DRAW'" if config.text.kind != "none" else ""
-        print(f"  stillhouse sample {config.out / 'model'}{prompt}")
+        print(f"{config.images} images; the model is in {config.out / 'model'}")
+        print(f"  {_next_step(config)}")
         print(f"  stillhouse report {config.out}")
 
 
-def _take_own_flags(words: list[str]) -> tuple[list[str], dict[str, str]]:
+def _next_step(config: "TrainRun") -> str:
+    """What to do with the model that a run has left."""
+    model = config.out / "model"
+    if config.network.kind == "tuned" and config.network.method == "lora":
+        return f"its adapters, for {config.network.path or config.model}: {_opening(model)}"
+    prompt = " --prompt 'WHAT TO DRAW'" if config.text.kind != "none" else ""
+    return f"stillhouse sample {model}{prompt}"
+
+
+def _opening(adapters: Path) -> str:
+    """PixArt's pipelines have no loader of adapters: theirs are in peft's own layout."""
+    if (adapters / "adapter_config.json").is_file():
+        return f"peft.PeftModel.from_pretrained(pipeline.transformer, {str(adapters)!r})"
+    return f"pipeline.load_lora_weights({str(adapters)!r})"
+
+
+def take_own_flags(words: list[str]) -> tuple[list[str], dict[str, str]]:
     """What is no part of the config: `--scale` picks the recipe's defaults, `--dry-run` ends early.
 
     Values by flag, and the other words.
@@ -63,14 +79,14 @@ def _take_own_flags(words: list[str]) -> tuple[list[str], dict[str, str]]:
     return rest, own
 
 
-def _start(name: str, scale: str) -> "TrainRun":
+def recipe_or_file(name: str, scale: str) -> "TrainRun":
     """The recipe, or the run file, that the flags change."""
     from difflib import get_close_matches
 
     from stillhouse.cli.parse import load_yaml_or_json
     from stillhouse.errors import UserError
-    from stillhouse.recipes.catalogue import RECIPES
-    from stillhouse.recipes.training import TrainRun
+    from stillhouse.recipes.train.catalogue import RECIPES
+    from stillhouse.recipes.train.training import TrainRun
 
     if not name:
         return TrainRun()
@@ -89,8 +105,8 @@ def _recorded(path: Path) -> "TrainRun | None":
     """The config in a run's own run.json, which has other facts beside it."""
     import json
 
-    from stillhouse.recipes.folders import RECORD
-    from stillhouse.recipes.training import TrainRun
+    from stillhouse.recipes.train.folders import RECORD
+    from stillhouse.recipes.train.training import TrainRun
 
     try:
         found = json.loads(path.read_text()) if path.name == RECORD else {}
@@ -100,7 +116,7 @@ def _recorded(path: Path) -> "TrainRun | None":
 
 
 def _description() -> str:
-    from stillhouse.recipes.catalogue import RECIPES
+    from stillhouse.recipes.train.catalogue import RECIPES
 
     return (
         f"Train a recipe ({', '.join(RECIPES)}) or a run file (.yaml, .json). --scale tiny makes "

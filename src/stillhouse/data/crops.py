@@ -96,6 +96,22 @@ REPORTS: dict[Reported, Callable[[Layout], float]] = {
 }
 
 
+def usual_control(
+    names: Sequence[str],
+    styles: Sequence[tuple[str, Sequence[str]]],
+    size: tuple[int, int],
+    turn: int,
+) -> dict[str, float | str]:
+    """What a sample of this size is told, by name: whole, upright, and of each style in turn."""
+    said: dict[str, float | str] = {
+        name: report(Layout.whole(size)) for name, report in REPORTS.items() if name in names
+    }
+    for name, values in styles:
+        said[name] = values[turn % len(values)]
+        turn //= len(values)
+    return said
+
+
 class ControlConfig(Config):
     """What each image tells the network of its making. The numbers stand in `Condition.control`:
     composition, then the styles of `Columns`, then detail."""

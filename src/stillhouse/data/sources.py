@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -154,7 +155,10 @@ class Tars(FileSource):
 
 
 class Folder(Config):
-    """A folder of images; sub-folders are classes, metadata.csv or .jsonl adds columns."""
+    """A folder of images; sub-folders are classes, metadata.csv or .jsonl adds columns.
+
+    Captions may also stand in a .txt beside each image: cat.txt says what cat.png shows.
+    """
 
     kind: Literal["folder"] = "folder"
     path: str = ""
@@ -168,6 +172,11 @@ class Folder(Config):
         fs, path = shardfiles.filesystem(self.path, self.storage)
         return shardfiles.fingerprint(sorted(map(fs.unstrip_protocol, fs.find(path))), self.storage)
 
+    def images_fingerprint(self, images: "IndexedImages") -> str:
+        """Changes when an image does, or their order, but not when a caption does."""
+        paths = list(images.column(f"{images.columns.image}.path"))  # none of pixels in a column
+        return shardfiles.fingerprint(paths, self.storage) if all(paths) else self.fingerprint()
+
     def open_indexed(self, columns: Columns) -> "IndexedImages":
         if not self.path:
             raise UserError("the folder of images is missing: give it as --data.source.path")
@@ -180,8 +189,38 @@ class Folder(Config):
             raise UserError(
                 f"{self.path} holds no images (.jpg, .png, ...): check the path, or put some there"
             ) from error
+        if columns.text and columns.text not in data.features:
+            data = with_captions(data, columns)
         check_columns(data.features, columns, self.path)
         return IndexedImages(data, columns, ())
+
+
+def with_captions(data: Any, columns: Columns) -> Any:
+    """The images of a local folder with the text beside each; as they are where there is none."""
+    if columns.image not in data.features:
+        return data
+    encoded = data.cast_column(columns.image, raw_images(data.features)[columns.image])
+    images = [image["path"] for image in encoded[columns.image]]
+    texts = [_text_beside(path) for path in images]
+    missing = [path for path, text in zip(images, texts, strict=True) if text is None]
+    if len(missing) == len(images):
+        return data
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(images)} images have no caption beside them; the first is "
+            f"{missing[0]}: put a .txt of the same name there, or take the image away"
+        )
+    return data.add_column(columns.text, texts)
+
+
+def _text_beside(image: str | None) -> str | None:
+    file = Path(image).with_suffix(".txt") if image else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        return file.read_text(encoding="utf-8-sig").strip()  # editors may put a mark in front
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not text in UTF-8 ({error.reason}): save it as such") from error
 
 
 Source = Annotated[Parquet | Tars | Folder, Field(discriminator="kind")]

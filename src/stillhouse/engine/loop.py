@@ -190,15 +190,22 @@ class Engine:
 
     # ------------------------------------------------------------ the loop
 
-    def run(self, feed: Iterable[Item], opening: Mapping[str, Any] | None = None) -> None:
+    def run(
+        self,
+        feed: Iterable[Item],
+        opening: Mapping[str, Any] | None = None,
+        first: Sequence[Hook] = (),
+    ) -> None:
         """Trains until the configured number of images, or until `stop` was called.
 
-        `feed` starts where `resume` left off; `opening` is logged first.
+        `feed` starts where `resume` left off; `opening` is logged first, then `first` is called.
         """
         for tracker in self.trackers:
             tracker.start(self.images)
         if opening:
             self.log(opening)
+        for hook in first:
+            self._call(hook)
         clock, items = Clock(self.images), iter(feed)
         while self.images < self.config.images:
             with clock.waiting():
@@ -231,16 +238,18 @@ class Engine:
 
     def _call_hooks(self) -> None:
         for every, hook in self.hooks:
-            if not self._due(every):
-                continue
-            try:
-                hook(self)
-            except OSError as error:
-                where = error.filename or "What is drawn and stored during training"
-                raise UserError(
-                    f"{where}: {error.strerror or error}. Mend that, and run the same command "
-                    "again: it goes on from the last checkpoint."
-                ) from error
+            if self._due(every):
+                self._call(hook)
+
+    def _call(self, hook: Hook) -> None:
+        try:
+            hook(self)
+        except OSError as error:
+            where = error.filename or "What is drawn and stored during training"
+            raise UserError(
+                f"{where}: {error.strerror or error}. Mend that, and run the same command "
+                "again: it goes on from the last checkpoint."
+            ) from error
 
     def _step(self, item: Item) -> None:
         # What is random inside a network (dropout) is keyed by (seed, step, rank).

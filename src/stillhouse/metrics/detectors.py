@@ -7,8 +7,7 @@ name is only made with the weights and the preprocessing that the name stands fo
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 from stillhouse.config import Config
 from stillhouse.errors import UserError, missing_extra, one_line
 from stillhouse.metrics import networks
+from stillhouse.metrics.exact import exactly
 from stillhouse.metrics.networks import find_weights, load_weights, ready, sha256
 from stillhouse.metrics.preprocessing import CLIP, IMAGENET, Preprocessing, check_images
 from stillhouse.metrics.pretrained import load_pretrained
@@ -70,18 +70,6 @@ class NetworkDetector:
         check_images(images)
         with exactly(self.device):
             return self.see(images.to(self.device))
-
-
-@contextmanager
-def exactly(device: torch.device) -> Iterator[None]:
-    """float32 throughout, whatever the training loop around prefers; no gradients."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
-            exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
-            stack.enter_context(exact)
-        yield
 
 
 # ---------------------------------------------------------------- networks with weights in a file

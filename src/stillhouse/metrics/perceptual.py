@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.errors import UserError, missing_extra
-from stillhouse.metrics.detectors import exactly
+from stillhouse.metrics.exact import exactly
 from stillhouse.metrics.networks import SqueezeNet, find_weights, load_weights, ready, sha256
 
 # The package's own "scaling layer": ImageNet's mean and std for images in [-1, 1].
@@ -54,14 +54,19 @@ class Lpips:
                 f"images of one shape are compared, not {list(a.shape)}, {list(b.shape)}"
             )
         with exactly(self.device):
-            pairs = zip(self.weights, self._stages(a), self._stages(b), strict=True)
-            return torch.stack([(w * (x - y) ** 2).sum(1).mean((1, 2)) for w, x, y in pairs]).sum(0)
+            return self.distance(a, b)
+
+    def distance(self, a: Tensor, b: Tensor) -> Tensor:
+        """The same as a loss: with gradients, in the precision that is set around it."""
+        pairs = zip(self.weights, self._stages(a), self._stages(b), strict=True)
+        return torch.stack([(w * (x - y) ** 2).sum(1).mean((1, 2)) for w, x, y in pairs]).sum(0)
 
     def _stages(self, images: Tensor) -> list[Tensor]:
         x = _in_range(images).to(self.device)
         shift, scale = (x.new_tensor(v).view(3, 1, 1) for v in (SHIFT, SCALE))
         stages = self.backbone(((x - shift) / scale).contiguous(memory_format=torch.channels_last))
-        return [s / (s.square().sum(1, keepdim=True).sqrt() + 1e-10) for s in stages]
+        # Inside the root too: where no unit answers, its slope is infinite.
+        return [s / ((s.square().sum(1, keepdim=True) + 1e-20).sqrt() + 1e-10) for s in stages]
 
 
 def _in_range(images: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.errors import UserError
-from stillhouse.metrics.detectors import exactly
+from stillhouse.metrics.exact import exactly
 from stillhouse.process import keyed_normal
 
 # Which key of the config lists the encoder's widths: each after the first halves the side.

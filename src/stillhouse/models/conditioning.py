@@ -13,7 +13,7 @@ The vector for the time path travels inside the time: a network that takes `time
 calls, and whatever runs a block again (activation checkpointing) sees what the first call saw.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.models.control import SHAPES, Control, Gamma, Layout, Scalars
-from stillhouse.models.padding import PaddingKind
+from stillhouse.models.padding import Padding, PaddingKind
 from stillhouse.process import Condition
 
 NO_COLUMNS, GAMMA = Layout(), Gamma()
@@ -37,6 +37,11 @@ class Text:
     length: int  # tokens
     padding: PaddingKind = "noisy"
     beta: float = 0.02
+
+    def pad(self, cond: Condition, key: Tensor | Sequence[int], seed: int) -> Condition:
+        """As its captions were. Text reaches the network through attention alone: its pooled
+        vector is left out."""
+        return replace(Padding(self.padding, self.beta)(cond, key, seed=seed), pooled=None)
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,30 @@ class TakesVectorAside:
         return embedded if condition is None else embedded + condition.to(embedded)
 
 
+class HandsVectorOn:
+    """Of a plain U-Net's sinusoids: the vector follows them, each row that of a sample.
+
+    That network multiplies times with a row of ones, so time and vector come as [1 + width, B].
+    """
+
+    def forward(self, timesteps: Tensor) -> Tensor:
+        inner: Callable[..., Tensor] = super().forward  # type: ignore[misc]
+        if timesteps.ndim == 1:
+            return inner(timesteps)
+        time, added = timesteps[0], timesteps[1:]
+        return torch.cat([inner(time), added.T], 1)
+
+
+class TakesVectorBehind:
+    """Of what embeds such sinusoids: what is more than those is the vector."""
+
+    def forward(self, sample: Tensor, condition: Tensor | None = None) -> Tensor:
+        inner: Callable[..., Tensor] = super().forward  # type: ignore[misc]
+        count = self.linear_1.in_features  # type: ignore[attr-defined]
+        embedded = inner(sample[:, :count], condition)
+        return embedded if sample.shape[1] == count else embedded + sample[:, count:]
+
+
 # Classes of diffusers that embed time, and what is mixed into them.
 EMBEDDERS: dict[str, type] = {
     "CombinedTimestepLabelEmbeddings": TakesVector,  # DiT, MDT: one in every block
@@ -164,8 +193,11 @@ def open_time_path(model: nn.Module) -> int:
     """
     if hasattr(model, "time_width"):  # a class of ours, which takes it as it is
         return model.time_width  # type: ignore[return-value]
-    if "UNet2DConditionModel" in {base.__name__ for base in type(model).__mro__}:
-        embedder: Any = model.time_embedding
+    kinds = {base.__name__ for base in type(model).__mro__}
+    embedder: Any = getattr(model, "time_embedding", None)  # of U-Nets
+    if "UNet2DModel" in kinds:
+        found = [(embedder, TakesVectorBehind), (model.time_proj, HandsVectorOn)]
+    elif "UNet2DConditionModel" in kinds:
         if embedder.cond_proj is not None:
             raise ValueError("this U-Net takes a time condition already (time_cond_proj_dim)")
         found = [(embedder, TakesVectorAside)]

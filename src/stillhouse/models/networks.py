@@ -42,6 +42,7 @@ def _cast(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _call_unet(model: nn.Module, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+    time = time.T if time.ndim == 2 else time  # with a vector, as `HandsVectorOn` takes it
     return model(x, time, **_present(class_labels=cond.label)).sample
 
 

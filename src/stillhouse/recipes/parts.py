@@ -150,6 +150,17 @@ SolverName = Literal[
 ]
 
 
+class Renoise(SolverConfig):
+    """Of consistency students alone, which bring it with them: clean, and noise anew."""
+
+    kind: Literal["renoise"] = "renoise"
+
+    def build(self) -> "Callable[..., Tensor]":
+        from stillhouse.solvers import sample_renoise
+
+        return partial(sample_renoise, **self.model_dump(exclude={"kind"}))
+
+
 def solver(name: str) -> Solver:
     """A solver with its defaults."""
     return TypeAdapter(Solver).validate_python({"kind": name})

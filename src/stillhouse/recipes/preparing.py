@@ -33,12 +33,11 @@ from stillhouse.data.shardfiles import filesystem, is_folder
 from stillhouse.engine import storage
 from stillhouse.errors import UserError
 from stillhouse.models import Codec
-from stillhouse.models.text import TextEncoder
+from stillhouse.models.text import TextEncoder, packaged
 from stillhouse.pipelines import load_codec, resolve_folder
 from stillhouse.recipes import known_data
 from stillhouse.recipes.claims import differences, locked
 from stillhouse.recipes.progress import progress_bar
-from stillhouse.recipes.telling import packaged
 
 CLAIM = "run.json"
 NULL = "null.safetensors"  # the empty caption, which dropped ones become

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from stillhouse import __version__
@@ -26,10 +26,12 @@ from stillhouse.recipes.claims import differences
 from stillhouse.recipes.parts import (
     Config,
     Dpmpp3M,
+    Euler,
     Grid,
     Guidance,
     NativeGrid,
     NoGuidance,
+    Renoise,
     SearchedGrid,
     Solver,
 )
@@ -38,6 +40,7 @@ from stillhouse.recipes.subjects import Subject, Wish, load_subject
 from stillhouse.solvers import Counted, Progress, search_grid
 
 RECORD = "record.json"
+STEPS = 10  # of a walk, unless something else is asked for
 
 
 class SampleRun(Config):
@@ -49,8 +52,9 @@ class SampleRun(Config):
     """--solver NAME is short for --solver.kind NAME; so are --grid and --guidance."""
     grid: Grid = NativeGrid()
     guidance: Guidance = NoGuidance()
-    steps: PositiveInt = 10
-    """Steps of the walk; most solvers evaluate the network once a step."""
+    steps: NonNegativeInt = 0
+    """Steps of the walk, mostly of one evaluation each; of a few-step student, its evaluations.
+    0: 10, or as many as the student can take."""
     count: PositiveInt = 64
     """How many samples."""
     seed: int = 0
@@ -91,6 +95,7 @@ def run(config: SampleRun) -> dict[str, Any]:
             config.prompt_encoder,
         )
         subject = load_subject(config.model, wish)
+        config = walked(config, subject)
         here.first(lambda: claim_folder(config, subject, here.device))
         # One grid for all: a search could tip over by a rounding on another process.
         record = read_record(config.out)
@@ -106,8 +111,21 @@ def run(config: SampleRun) -> dict[str, Any]:
 # ---------------------------------------------------------------- the walk
 
 
+def walked(config: SampleRun, subject: Subject) -> SampleRun:
+    """The run with all that its subject decides: a student walks as it was taught to."""
+    walk = subject.walk
+    if walk is None:
+        return config.model_copy(update={"steps": config.steps or STEPS})
+    steps = config.steps or max(walk.evaluations)
+    walk.timestamps(steps)  # or it is refused
+    taught = Euler(afs=walk.afs) if walk.step == "euler" else Renoise()
+    return config.model_copy(update={"steps": steps, "solver": taught, "grid": NativeGrid()})
+
+
 def build_grid(config: SampleRun, subject: Subject, device: torch.device) -> Tensor:
     """The noise levels of the run; a searched grid is found here, the same on every process."""
+    if subject.walk is not None:
+        return subject.walk.levels(config.steps, subject.scaling)
     try:
         if isinstance(config.grid, SearchedGrid):
             return _search(config, config.grid, subject, device)
@@ -147,7 +165,7 @@ def draw_missing(config: SampleRun, subject: Subject, grid: Tensor, here: World)
     label = "drawing" if here.size == 1 else f"drawing (process {here.rank} of {here.size})"
     with progress_bar(label, total, "images", shown=here.rank == 0) as advance:
         for batch in todo:
-            share = len(batch) / config.steps
+            share = len(batch) / (len(grid) - 1)
             states = draw_batch(
                 config, subject, grid, batch, here.device, lambda _, share=share: advance(share)
             )
@@ -204,11 +222,16 @@ def draw_batch(
 ) -> Tensor:
     """The samples with these indices, [B, *shape], before any decoding."""
     noise = starting_noise(subject.shape, indices, seed=config.seed).to(device)
+    cond = subject.condition(indices, device, config.seed)
+    first = subject.scaling.start(noise, grid[0])
+    if subject.walk is not None:
+        first = subject.walk.grids(subject.scaling).start(noise, float(grid[0]))
+        cond = subject.walk.condition(cond, config.steps, noise)
     return config.solver.build()(
         subject.denoiser,
-        subject.scaling.start(noise, grid[0]),
+        first,
         grid,
-        subject.condition(indices, device, config.seed),
+        cond,
         generator=KeyedNoise(indices, seed=config.seed),
         callback=callback,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stillhouse.distill.walks import FewSteps
 from stillhouse.errors import UserError
 from stillhouse.files import fingerprint
 from stillhouse.models import Codec
@@ -19,6 +20,8 @@ from stillhouse.pipelines import (
     read_facts,
     resolve_folder,
 )
+from stillhouse.pipelines.families import takes_prompts, whole_folder
+from stillhouse.pipelines.few_steps import read_walk
 from stillhouse.process import (
     EDM,
     TOYS,
@@ -29,6 +32,7 @@ from stillhouse.process import (
     Scaling,
 )
 from stillhouse.recipes.parts import Autoguidance, ClassifierFree, Guidance, TwoTermGuidance
+from stillhouse.recipes.prompting import pipeline_speech
 from stillhouse.recipes.telling import Speech, speech_of
 
 
@@ -44,6 +48,9 @@ class Subject:
     codec: Codec | None = None
     toy: GaussianMixture | None = None  # what points of the plane are drawn over
     speech: Speech | None = None  # prompts and control, where the model is told them
+    walk: FewSteps | None = None  # of a few-step student: the only ones that it knows
+    bare: NetworkDenoiser | None = None  # the denoiser without guidance
+    null: Condition | None = None  # one row that says nothing
 
     def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything that was read, by role."""
@@ -98,11 +105,13 @@ def load_subject(name: str, wish: Wish) -> Subject:
 
 def _checkpoint(name: str, wish: Wish) -> Subject:
     folder = resolve_folder(name)  # once: a hub id would be looked up again by every reader
+    own = takes_prompts(folder)  # by text encoders in its folder
+    folder = whole_folder(name) if own else folder
     load = partial(load_denoiser, dtype=wish.dtype, device=wish.device)
     denoiser = load(folder)
     network: Any = denoiser.network
     network.for_inference()
-    _check_conditions(name, network, wish)
+    _check_conditions(name, network, wish, own)
     codec, plane = load_codec(folder, device=wish.device), len(network.data_shape) == 1
     if codec is None and not plane and network.data_shape[0] not in (1, 3):
         raise UserError(
@@ -113,9 +122,15 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
     labels = _labels(wish.labels, network.classes, null) if network.classes else ()
     guide = partial(_guide, load, network)
     told, shape = network.told, network.data_shape
-    speech = speech_of(told, shape, wish.prompts, wish.control, len(labels), wish.prompt_encoder)
+    if own:
+        speech = pipeline_speech(folder, shape, wish.prompts, wish.device)
+    else:
+        speech = speech_of(
+            told, shape, wish.prompts, wish.control, len(labels), wish.prompt_encoder
+        )
+    nothing = _null_condition(null, wish.device, speech)
     return Subject(
-        wish.guidance.build(denoiser, _null_condition(null, wish.device, speech), guide),
+        wish.guidance.build(denoiser, nothing, guide),
         denoiser.scaling,
         shape,
         checkpoint_files(folder) | _guide_files(wish.guidance),
@@ -123,6 +138,9 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
         codec,
         _target(folder) if plane else None,
         speech,
+        read_walk(folder),
+        denoiser,
+        nothing,
     )
 
 
@@ -150,27 +168,31 @@ def _guide(load: Callable[[str], NetworkDenoiser], wanted: Any, name: str) -> Ne
     return guide
 
 
-def _check_conditions(name: str, network: Any, wish: Wish) -> None:
+def _check_conditions(name: str, network: Any, wish: Wish, own: bool = False) -> None:
+    """`own`: prompts are encoded by the pipeline, which also knows what else to tell."""
     if network.model.config.get("sample_size", 0) is None:
         raise UserError(f"{name} does not say its image size: put sample_size into its config.json")
     parts = network.told
+    told = own or bool(parts.text)
     if not network.classes and wish.labels:
         raise UserError(f"{name} knows no classes: --labels needs them")
     guided = isinstance(wish.guidance, ClassifierFree | TwoTermGuidance)
-    if guided and not (network.classes or parts.text):
+    if guided and not (network.classes or told):
         raise UserError(f"{name} knows neither classes nor prompts: there is nothing to guide to")
-    if parts.text and not wish.prompts:
+    if told and not wish.prompts:
         raise UserError(
             f"{name} draws what it is told: give --prompt 'a red apple', or for an evaluation a "
             "file of --prompts"
         )
-    if wish.prompts and not parts.text:
+    if wish.prompts and not told:
         raise UserError(f"{name} takes no prompts: leave them out")
     if wish.control and not parts.layout.names:
         raise UserError(f"{name} takes no control: leave --control out")
     possible = {"label"} if network.classes else set[str]()
-    possible |= {"text"} if parts.text else set()
+    possible |= {"text"} if told else set()
+    possible |= {"pooled", "control"} if own else set()
     possible |= {"control"} if parts.layout.names else set()
+    possible |= {"steps"} if parts.steps else set()
     foreign = set(network.condition_shapes) - possible
     if foreign:
         raise UserError(

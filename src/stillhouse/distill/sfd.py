@@ -1,0 +1,148 @@
+"""SFD: a student learns to take its teacher's walk in few steps (Zhou et al. 2024).
+
+From x_0 = t_0 noise, with y_i the teacher's state at t_i, for each step of the student
+
+    x_(i+1) = x_i + (t_(i+1) - t_i) (x_i - D(x_i, t_i))/t_i
+    loss    = |x_(i+1) - y_(i+1)|, summed over the elements of a sample
+
+is one update, and the next step begins at x_(i+1), detached: the student learns to mend its own
+errors, and no gradient crosses steps. With AFS the first step is analytical and not trained.
+SFD-v draws the number of timestamps anew for each batch and tells the student.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.distill.grids import Grids, evaluations_of
+from stillhouse.distill.trajectories import (
+    Evaluations,
+    Start,
+    Trajectories,
+    walk_evaluations,
+    with_steps,
+)
+from stillhouse.engine.loop import Engine
+from stillhouse.engine.updates import Loss
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.objectives.consistency import pseudo_huber
+from stillhouse.process import Condition, Denoiser, keyed_uniform
+from stillhouse.solvers.walk import Point, analytical_slope, first_order, level
+
+NAME = "student"  # of the one network
+
+Distance = Callable[[Tensor], Tensor]  # differences [B, ...] -> [B]
+
+
+def l1(difference: Tensor) -> Tensor:
+    """Absolute values, summed: the paper's."""
+    return difference.flatten(1).abs().sum(1)
+
+
+def l2(difference: Tensor) -> Tensor:
+    """Squares, summed."""
+    return difference.flatten(1).square().sum(1)
+
+
+def huber(difference: Tensor) -> Tensor:
+    """sqrt(sum of squares + c^2 d) - c sqrt(d) over d elements (Song & Dhariwal 2023)."""
+    return difference[0].numel() ** 0.5 * pseudo_huber(difference, 0.00054)
+
+
+DISTANCES: dict[str, Distance] = {"l1": l1, "l2": l2, "huber": huber}
+
+
+def euler_step(
+    denoiser: Denoiser, x: Tensor, sigma: float, sigma_next: float, cond: Condition | None
+) -> Tensor:
+    """As `sample_euler` takes it."""
+    return first_order(Point(sigma, x, denoiser(x, level(sigma), cond)), sigma_next)
+
+
+def analytical_step(x: Tensor, sigma: float, sigma_next: float) -> Tensor:
+    """The first step without an evaluation (AFS), as `sample_euler` takes it."""
+    return first_order(Point(sigma, x, x - sigma * analytical_slope(x, sigma)), sigma_next)
+
+
+@dataclass
+class SFD:
+    """What the engine drives: one trajectory per batch, one update per student step."""
+
+    student: nn.Module  # a denoiser; starts as the teacher
+    trajectories: Trajectories
+    grids: Grids
+    timestamps: tuple[int, ...]  # one number, or for SFD-v those to draw from
+    world: World
+    seed: int = 0
+    afs: bool = True
+    told: bool = False  # whether the student is told the number of timestamps
+    distance: Distance = l1
+    perceptual: Callable[[Tensor, Tensor], Tensor] | None = None  # [B], added at the last step
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)  # since the last log line
+
+    def __post_init__(self) -> None:
+        if not self.timestamps:
+            raise UserError("name one number of timestamps or more to distil into")
+        for count in self.timestamps:
+            evaluations_of(count, afs=self.afs)
+        self.student.train()
+
+    @property
+    def evaluations_per_image(self) -> Evaluations:
+        """Over all numbers of timestamps, which are equally likely."""
+        own = fmean(evaluations_of(count, afs=self.afs) for count in self.timestamps)
+        walks = fmean(walk_evaluations(self.trajectories, count) for count in self.timestamps)
+        return Evaluations(teacher=walks, student=own, backward=own)
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {NAME: self.student}
+
+    def timestamps_at(self, images: int) -> int:
+        """How many there are in the batch after `images`: the same on every process."""
+        drawn = float(keyed_uniform([images], seed=self.seed, purpose="distill/timestamps"))
+        return self.timestamps[int(drawn * len(self.timestamps))]
+
+    def step(self, batch: Start, engine: Engine) -> None:
+        start, count = batch.to(self.world.device), self.timestamps_at(engine.images)
+        grid: list[float] = self.grids.student(count).tolist()
+        x = self.grids.start(start.noise, grid[0])
+        goals = self.trajectories(x, count, start.condition)
+        cond = with_steps(start.condition, count, x) if self.told else start.condition
+        for i, (ends, goal) in enumerate(zip(pairwise(grid), goals, strict=True)):
+            if i == 0 and self.afs:
+                x = analytical_step(x, *ends)
+                continue
+            loss = self._loss(engine, *ends, last=i == count - 2)
+            x, per_sample = engine.update(NAME, loss, (x, goal, cond))
+            if engine.skips_in_a_row:  # on every process; what follows would not be finite either
+                return
+            self.losses.setdefault(f"timestamps{count}/step{i}", []).append(per_sample)
+
+    def _loss(self, engine: Engine, sigma: float, sigma_next: float, *, last: bool) -> Loss:
+        denoiser: Any = engine[NAME]
+
+        def loss(rows: tuple[Tensor, Tensor, Condition | None]) -> tuple[Tensor, Any]:
+            x, goal, cond = rows
+            reached = euler_step(denoiser, x, sigma, sigma_next, cond)
+            per_sample = self.distance(reached - goal)
+            if last and self.perceptual is not None:
+                # The authors add it to the difference of every element.
+                per_sample = per_sample + goal[0].numel() * self.perceptual(reached, goal)
+            return per_sample, (reached, per_sample)
+
+        return loss
+
+    def report(self) -> dict[str, float]:
+        """The mean loss of every step, over all processes."""
+        losses, self.losses = self.losses, {}
+        if not losses:
+            return {}
+        sums = [[float(sum(p.sum() for p in ps)), sum(map(len, ps))] for ps in losses.values()]
+        total = self.world.sum(torch.tensor(sums, dtype=torch.float64))
+        return dict(zip(losses, (total[:, 0] / total[:, 1]).tolist(), strict=True))

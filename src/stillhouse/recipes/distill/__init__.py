@@ -1,0 +1,1 @@
+"""Distillation runs: a teacher's checkpoint becomes a student of few evaluations."""

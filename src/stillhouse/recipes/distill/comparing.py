@@ -1,0 +1,119 @@
+"""How near a student comes to its teacher's long walks, beside solvers with as few evaluations."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from stillhouse.config import Config
+from stillhouse.distill.sfd import NAME
+from stillhouse.distill.walks import FewSteps
+from stillhouse.engine.loop import Engine
+from stillhouse.files import write_whole
+from stillhouse.process import starting_noise
+from stillhouse.recipes import pictures
+from stillhouse.recipes.distill.cards import write_card
+from stillhouse.recipes.distill.students import Source, as_student
+from stillhouse.recipes.distill.watching import draw_all
+from stillhouse.recipes.parts import NoGuidance, SearchedGrid, solver
+from stillhouse.recipes.sampling import SampleRun
+from stillhouse.recipes.subjects import Subject
+from stillhouse.solvers import search_grid
+
+if TYPE_CHECKING:
+    from stillhouse.recipes.distill.distilling import DistillRun
+
+RECORD = "comparison.json"
+GITS, FINE = "gits", 41  # its fine levels
+
+
+class Comparison(Config):
+    """At the end: distance to the teacher's long walks from the same noise."""
+
+    count: NonNegativeInt = 64
+    """Samples; 0: nothing is compared."""
+    steps: PositiveInt = 50
+    """Of the teacher's long walks."""
+    solvers: tuple[str, ...] = ("euler", "dpmpp-3m", "gits")
+    """Of the teacher with as few evaluations; euler is DDIM, gits ipndm on a searched grid."""
+    searched: PositiveInt = 16
+    """Samples that the search of gits walks with."""
+    batch: PositiveInt = 16
+    seed: int = 1
+
+
+def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:
+    """Root mean squared distances of decoded images in [-1, 1], by kind and evaluations."""
+    wanted, subject = config.comparison, source.subject
+    if not wanted.count:
+        return {}
+    counts = walk.evaluations
+    steps = source.long_walk(wanted.steps)
+    base = SampleRun(seed=wanted.seed, batch=wanted.batch)
+
+    def drawn(whose: Subject, grid: Tensor | None = None, **how: Any) -> Tensor:
+        return draw_all(whose, base.model_copy(update=how), wanted.count, engine, grid)
+
+    goal = drawn(subject, steps=steps)
+    rows: dict[str, dict[int, float]] = {}
+    with engine.networks[NAME].evaluating(config.shown) as network:
+        student = as_student(subject, network, walk)
+        rows["student"] = {n: distance(drawn(student, steps=n), goal) for n in counts}
+    # A teacher that is a student itself knows its own walks alone.
+    for name in wanted.solvers if subject.walk is None else ():
+        search = searched(wanted, subject, counts, engine) if name == GITS else {}
+        how = solver("ipndm" if name == GITS else name)
+        found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
+        rows[name] = {n: distance(found[n], goal) for n in counts}
+    calls = 1 if isinstance(config.guidance, NoGuidance) else 2
+    cost = engine.task.evaluations_per_image.total(calls)  # type: ignore[attr-defined]
+    record = {
+        "distance": rows,
+        "count": wanted.count,
+        "teacher_steps": steps,
+        "images": engine.images,
+        "evaluations_per_image": cost,
+        "evaluations": cost * engine.images,
+    }
+    if engine.world.rank == 0:
+        write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
+        plot(record, config)
+        write_card(config, record)
+    return record
+
+
+def searched(
+    wanted: Comparison, subject: Subject, counts: tuple[int, ...], engine: Engine
+) -> dict[int, Tensor]:
+    """GITS: the best levels for each number of steps, by one fine walk of a few samples."""
+    device, indices = engine.world.device, range(wanted.searched)
+    fine = SearchedGrid(fine=FINE).build(subject.scaling, FINE - 1)
+    noise = starting_noise(subject.shape, indices, seed=wanted.seed + 1).to(device)
+    cond = subject.condition(indices, device)
+    first = subject.scaling.start(noise, fine[0])
+    found = search_grid(subject.denoiser, first, fine, [n + 1 for n in counts], cond)
+    return {n: found[n + 1] for n in counts}
+
+
+def distance(found: Tensor, goal: Tensor) -> float:
+    return float((found.double() - goal.double()).square().mean().sqrt())
+
+
+def plot(record: dict[str, Any], config: "DistillRun") -> None:
+    """The same as curves, where matplotlib is installed."""
+    plt = pictures.pyplot()
+    figure, axis = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
+    for name, values in record["distance"].items():
+        own = name == "student"
+        label = "student" if own else f"teacher, {name}"
+        axis.plot(list(values), list(values.values()), marker="o", lw=2 if own else 1, label=label)
+    axis.set(
+        xlabel="evaluations",
+        ylabel=f"distance to {record['teacher_steps']} steps of the teacher",
+        xticks=list(record["distance"]["student"]),
+        ylim=(0, None),
+    )
+    axis.legend(fontsize=8)
+    figure.savefig(config.out / "comparison.png", dpi=110)
+    plt.close(figure)

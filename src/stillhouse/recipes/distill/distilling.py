@@ -1,0 +1,207 @@
+"""`stillhouse distill`: a checkpoint into a student of few evaluations, without data.
+
+    RUN/run.json       the resolved config        RUN/samples/      the teacher above its student
+    RUN/log.jsonl      every number               RUN/model/        the student, with its card
+    RUN/checkpoints/   to resume from             RUN/comparison.json, .png
+
+Running the same command again resumes; any number of processes, under torchrun.
+"""
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from stillhouse.distill import Starts, halvings
+from stillhouse.distill.walks import FewSteps
+from stillhouse.engine.loop import Engine, Hook
+from stillhouse.engine.optimisers import AdamW, Optimiser, Steps
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.files import fingerprint
+from stillhouse.pipelines import checkpoint_files
+from stillhouse.process import NetworkDenoiser
+from stillhouse.recipes.distill.comparing import Comparison, compare
+from stillhouse.recipes.distill.methods import Lesson, Method, ProgressiveConfig, SfdV, Wanted
+from stillhouse.recipes.distill.students import Source, load_source, load_student
+from stillhouse.recipes.distill.told import Conditions
+from stillhouse.recipes.distill.watching import StudentDrawer, StudentExporter, StudentPreview
+from stillhouse.recipes.parts import Guidance, NoGuidance
+from stillhouse.recipes.train.folders import write_record
+from stillhouse.recipes.train.sessions import (
+    LongRun,
+    build_trackers,
+    carried_out,
+    open_store,
+    opening,
+    stopping,
+)
+
+
+class DistillRun(LongRun):
+    """A distillation."""
+
+    model: str = ""
+    """The teacher: a diffusers directory, a run's folder, or a hub id."""
+    method: Method = SfdV()
+    """--method NAME is short for --method.kind NAME."""
+    evaluations: str = "2..5"
+    """How often the student is called for one image: 3, 2..5 or 2,4."""
+    exportable: bool = False
+    """Train on the grid of a diffusers scheduler: the student opens in plain diffusers."""
+    guidance: Guidance = NoGuidance()
+    """Of the teacher: the student learns it, and needs none at sampling."""
+    drop: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of images that are told nothing, so that the student itself can be guided."""
+    labels: tuple[int, ...] = ()
+    """Classes to distil on; all of them if not given."""
+    null_label: int | None = None
+    """The label that stands for no class, for classifier-free guidance."""
+    prompts: str = ""
+    """Prompts to distil on: a text file with one a line, or a data set (emoji, a folder)."""
+    prompt_column: str = "text"
+    """Of that data set."""
+    control: tuple[str, ...] = ()
+    """How images are framed, as name=value, where the teacher takes that."""
+    prompt_encoder: str = ""
+    """Folder or hub id of the teacher's text encoder, if it is not where the model says."""
+    adapters: NonNegativeInt = 0
+    """Rank of LoRA adapters that are trained in place of all weights; 0: all weights."""
+    teacher: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the teacher."""
+    images: PositiveInt = 200_000
+    """Trajectories to train on."""
+    batch: PositiveInt = 128
+    """Trajectories per step, over all processes."""
+    optim: Optimiser = AdamW(lr=5e-5, schedule=Steps())
+    clip: PositiveFloat = 1e6
+    """Largest norm of the gradient: of a sum over elements, and not clipped in the paper."""
+    log_every: PositiveInt = 1_280
+    checkpoint_every: PositiveInt = 12_800
+    preview: StudentPreview = StudentPreview()
+    comparison: Comparison = Comparison()
+    out: Path = Path("runs/student")
+
+
+def run(config: DistillRun) -> DistillRun:
+    """Distils to the end, from the last checkpoint where there is one; returns the last stage."""
+    stages = stages_of(config)
+    for stage in stages:
+        carried_out(stage, distil)
+    return stages[-1]
+
+
+def stages_of(config: DistillRun) -> list[DistillRun]:
+    """A run per stage: progressive distillation has several, in folders of their own."""
+    if not isinstance(config.method, ProgressiveConfig):
+        return [config]
+    last, *others = read_evaluations(config.evaluations)
+    if others:
+        raise UserError("progressive distillation ends with one number of evaluations: name it")
+    counts, found = halvings(config.method.first, last), list[DistillRun]()
+    share = max(config.batch, config.images // len(counts) // config.batch * config.batch)
+    for steps in counts:
+        changes: dict[str, Any] = {
+            "evaluations": str(steps),
+            "images": share,
+            "method": config.method.model_copy(update={"first": 2 * steps}),
+            "out": config.out / f"{steps}-steps",
+        }
+        if found:  # the teacher's guidance is in its student
+            changes |= {"model": str(found[-1].out), "guidance": NoGuidance()}
+        found.append(config.model_copy(update=changes))
+    return found
+
+
+def distil(config: DistillRun, here: World, caught: list[int]) -> int:
+    """The run of one process among all."""
+    numbers = read_evaluations(config.evaluations)
+    with ExitStack() as stack:
+        store, found = open_store(config, here, stack)
+        source = load_source(config, here)
+        walk = plan_walk(config, source, numbers)
+        torch.manual_seed(config.seed)  # what is new in it is the same on every process
+        student = load_student(config, source, walk)
+        task = config.method.task(lesson(config, source, student, walk, here))
+        hooks = build_hooks(config, source, student, walk)
+        engine = Engine(
+            task,
+            config,
+            {name: config.network_config(here) for name in task.modules()},
+            here,
+            store=store,
+            trackers=build_trackers(config, here, stack),
+            hooks=hooks,
+        )
+        if found is not None:
+            engine.resume(found)
+        parameters = sum(p.numel() for p in student.parameters())
+        origins = {"teacher": teacher_digest(source)}
+        here.first(lambda: write_record(config, parameters, origins))
+        conditions = Conditions(source.subject, config.seed, config.drop)
+        starts = Starts(source.subject.shape, config.seed, conditions)
+        feed = starts.feed(engine.images, config.batch, here)
+        looked = [] if found else [hook for _, hook in hooks if isinstance(hook, StudentDrawer)]
+        with stopping(engine, caught):
+            engine.run(feed, opening(here, [] if found is None else found.skipped), looked)
+        if engine.stopped:
+            build_exporter(config, source, student, walk)(engine)
+        else:
+            compare(config, source, engine, walk)
+    return engine.images
+
+
+def read_evaluations(words: str) -> tuple[int, ...]:
+    """`3`, `2..5` or `2,4` as numbers, in order."""
+    spans = [re.fullmatch(r"(\d+)(?:\.\.(\d+))?", word.strip()) for word in words.split(",")]
+    found = {n for span in spans if span for n in range(int(span[1]), int(span[2] or span[1]) + 1)}
+    if not all(spans) or not found or min(found) < 1:
+        raise UserError(f"--evaluations {words}: write 3, 2..5 or 2,4")
+    return tuple(sorted(found))
+
+
+def plan_walk(config: DistillRun, source: Source, numbers: tuple[int, ...]) -> FewSteps:
+    """The walks that the student is to learn."""
+    bare, guidance = source.subject.bare, config.guidance
+    assert bare is not None
+    network: Any = bare.network
+    guided = None if isinstance(guidance, NoGuidance) else guidance.model_dump(mode="json")
+    if guided is None and source.subject.walk is not None:
+        guided = source.subject.walk.guidance  # of an earlier stage
+    told = network.told.steps
+    return config.method.walk(Wanted(bare.scaling, numbers, guided, config.exportable, told))
+
+
+def lesson(
+    config: DistillRun, source: Source, student: NetworkDenoiser, walk: FewSteps, here: World
+) -> Lesson:
+    earlier = source.subject.walk
+    if earlier is not None and not isinstance(config.guidance, NoGuidance):
+        raise UserError("the teacher is a student already: leave --guidance out")
+    return Lesson(student, source.subject.denoiser, walk, earlier, here, config.seed)
+
+
+def build_hooks(
+    config: DistillRun, source: Source, student: NetworkDenoiser, walk: FewSteps
+) -> list[tuple[int, Hook]]:
+    drawer = StudentDrawer(config.preview, source, walk, config.shown, config.out)
+    exporter = build_exporter(config, source, student, walk)
+    return [(config.preview.every, drawer), (config.checkpoint_every, exporter)]
+
+
+def build_exporter(
+    config: DistillRun, source: Source, student: NetworkDenoiser, walk: FewSteps
+) -> StudentExporter:
+    # What is of this machine and no part of the model.
+    elsewhere = {"out", "checkpoints", "device", "model", "trackers", "preview", "comparison"}
+    facts = {"config": config.model_dump(mode="json", exclude=elsewhere)}
+    return StudentExporter(config, source, student, walk, facts)
+
+
+def teacher_digest(source: Source) -> str:
+    return fingerprint(
+        [file for files in checkpoint_files(source.folder).values() for file in files]
+    )

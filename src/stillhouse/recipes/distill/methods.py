@@ -1,0 +1,248 @@
+"""Configs of the ways to distil. Each says which walks its students learn, and builds its task.
+
+| `--method` | students | task |
+|---|---|---|
+| `sfd` | take their teacher's walk in few steps; one number of them, or several untold | `SFD` |
+| `sfd-v` | the same, told how many steps there are | `SFD` |
+| `progressive` | take two steps of the teacher in one, again and again | `Progressive` |
+| `consistency` | say where a walk ends, with noise anew in between | `ConsistencyDistillation` |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, autocast
+from torch.nn.functional import interpolate
+
+from stillhouse.config import Config
+from stillhouse.distill import (
+    DISTANCES,
+    SFD,
+    ConsistencyDistillation,
+    Progressive,
+    Teacher,
+    earlier_student,
+    evaluations_of,
+    timestamps_for,
+)
+from stillhouse.distill.walks import FewSteps
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.metrics.perceptual import Lpips
+from stillhouse.process import SIGMA_CAP, Denoiser, NetworkDenoiser, Scaling
+from stillhouse.recipes.parts import Dpmpp3M, Solver
+from stillhouse.solvers import sample_euler, sample_heun
+
+START = 80.0  # the first level of students of a process whose own is infinite
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a task is made of."""
+
+    student: NetworkDenoiser
+    teacher: Denoiser  # guided, where guidance is to be learnt
+    walk: FewSteps  # of the student
+    earlier: FewSteps | None  # of the teacher, where it is a student itself
+    world: World
+    seed: int
+
+    @property
+    def scaling(self) -> Scaling:
+        return self.student.scaling
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a student before there is one."""
+
+    scaling: Scaling  # of its teacher
+    evaluations: tuple[int, ...]
+    guidance: dict[str, Any] | None  # which it is to learn
+    exportable: bool
+    told: bool  # whether its network takes the number of timestamps already
+
+
+class Walked(Config):
+    """What all have: where walks begin and end."""
+
+    sigma_min: PositiveFloat = 0.006
+    """Where walks end, unless they are exportable; 0.1 for Stable Diffusion."""
+    sigma_max: PositiveFloat | None = None
+    """Where they begin; the model's own noisiest level, or 80 where that has no signal left."""
+
+    def few_steps(self, method: str, wanted: Wanted, **how: Any) -> FewSteps:
+        """Walks between these ends, without an analytical step unless `how` has one."""
+        low, high = wanted.scaling.sigma_min, wanted.scaling.sigma_max
+        return FewSteps(
+            wanted.evaluations,
+            method,
+            sigma_min=max(self.sigma_min, low),
+            sigma_max=self.sigma_max or (START if high >= SIGMA_CAP else high),
+            guidance=wanted.guidance,
+            **{"afs": False, **how},
+        )
+
+
+class Sfd(Walked):
+    """Simple and fast distillation (Zhou et al. 2024): no data, one update per step."""
+
+    kind: Literal["sfd"] = "sfd"
+    afs: bool = True
+    """The first step is analytical and costs no evaluation; not with --exportable."""
+    refinement: PositiveInt = 4
+    """Steps of the teacher for each of the student's: K."""
+    solver: Solver = Dpmpp3M(lower_order_final=True)
+    """Of the teacher."""
+    distance: Literal["l1", "l2", "huber"] = "l1"
+    lpips: bool = False
+    """Also compare how images look, at the last step: for pixels, in a second stage."""
+
+    @property
+    def told(self) -> bool:
+        return False
+
+    def walk(self, wanted: Wanted) -> FewSteps:
+        exportable = wanted.exportable
+        if exportable and (self.told or wanted.told):
+            raise UserError(
+                "plain diffusers cannot tell a student how many steps there are: give --method "
+                "sfd, or leave --exportable out and sample with Stillhouse"
+            )
+        return self.few_steps(
+            self.kind,
+            wanted,
+            afs=self.afs and not exportable,
+            told=self.told or wanted.told,
+            grid="native" if exportable else "polynomial",
+        )
+
+    def task(self, lesson: Lesson) -> SFD:
+        walk = lesson.walk
+        counts = tuple(timestamps_for(n, afs=walk.afs) for n in walk.evaluations)
+        grids = walk.grids(lesson.scaling)
+        if lesson.earlier is None:
+            lowered, solve = self.solver.lower_order_final, self.solver.build()
+            teacher = Teacher(lesson.teacher, grids, self.refinement, solve, lowered)
+        else:
+            check_second_stage(lesson.earlier, walk, self.refinement)
+            how = {"afs": lesson.earlier.afs, "told": lesson.earlier.told}
+            teacher = earlier_student(lesson.teacher, grids, self.refinement, **how)
+        return SFD(
+            lesson.student,
+            teacher,
+            grids,
+            counts,
+            lesson.world,
+            lesson.seed,
+            walk.afs,
+            walk.told,
+            DISTANCES[self.distance],
+            how_it_looks(lesson) if self.lpips else None,
+        )
+
+
+class SfdV(Sfd):
+    """SFD-v: one student for several numbers of steps, which it is told."""
+
+    kind: Literal["sfd-v"] = "sfd-v"  # type: ignore[assignment]
+
+    @property
+    def told(self) -> bool:
+        return True
+
+
+class ProgressiveConfig(Walked):
+    """Progressive distillation (Salimans & Ho 2022) without data: every stage halves the steps."""
+
+    kind: Literal["progressive"] = "progressive"
+    first: PositiveInt = 32
+    """Steps of the first teacher: a power of 2 times the student's."""
+
+    def walk(self, wanted: Wanted) -> FewSteps:
+        check_plain(self.kind, wanted)
+        return self.few_steps(self.kind, wanted)
+
+    def task(self, lesson: Lesson) -> Progressive:
+        walk, (steps,) = lesson.walk, lesson.walk.evaluations
+        if lesson.earlier is not None:
+            check_second_stage(lesson.earlier, walk, 2)
+        grids = walk.grids(lesson.scaling)
+        return Progressive(lesson.student, lesson.teacher, grids, steps, lesson.world, lesson.seed)
+
+
+class ConsistencyConfig(Walked):
+    """Consistency distillation (Song et al. 2023) without data."""
+
+    kind: Literal["consistency"] = "consistency"
+    timestamps: PositiveInt = 19
+    """Levels of the teacher's walk, between neighbours of which the student must agree; with 19,
+    walks of 1, 2, 3, 6 and 9 evaluations keep to them."""
+    solver: Literal["heun", "euler"] = "heun"
+    """Of the teacher."""
+    distance: Literal["l1", "l2", "huber"] = "huber"
+
+    def walk(self, wanted: Wanted) -> FewSteps:
+        check_plain(self.kind, wanted)
+        return self.few_steps(self.kind, wanted, step="renoise")
+
+    def task(self, lesson: Lesson) -> ConsistencyDistillation:
+        if lesson.earlier is not None:
+            raise UserError("consistency is learnt from a model that takes many steps, no student")
+        grids = lesson.walk.grids(lesson.scaling)
+        solve = sample_heun if self.solver == "heun" else sample_euler
+        return ConsistencyDistillation(
+            lesson.student,
+            Teacher(lesson.teacher, grids, 1, solve, lower_order_final=False),
+            grids,
+            self.timestamps,
+            lesson.world,
+            lesson.seed,
+            DISTANCES[self.distance],
+        )
+
+
+Method = Annotated[Sfd | SfdV | ProgressiveConfig | ConsistencyConfig, Field(discriminator="kind")]
+
+
+def check_plain(method: str, wanted: Wanted) -> None:
+    if wanted.told:
+        raise UserError(f"--method {method} cannot begin with a student that is told its steps")
+    if wanted.exportable:
+        raise UserError(f"--exportable is for --method sfd, not for {method}")
+
+
+def how_it_looks(lesson: Lesson) -> Callable[[Tensor, Tensor], Tensor]:
+    """LPIPS of images at 224 pixels, as the paper has it."""
+    network: Any = lesson.student.network
+    if network.data_shape[0] not in (1, 3):
+        raise UserError("LPIPS compares images, and this model draws latents: leave it out")
+    lpips = Lpips.load(device=lesson.world.device)
+
+    def perceptual(reached: Tensor, goal: Tensor) -> Tensor:
+        both = [images.clamp(-1, 1).expand(-1, 3, -1, -1) for images in (reached, goal)]
+        large = [interpolate(images, 224, mode="bilinear") for images in both]
+        with autocast(reached.device.type, enabled=False):
+            return lpips.distance(*large)
+
+    return perceptual
+
+
+def check_second_stage(earlier: FewSteps, walk: FewSteps, refinement: int) -> None:
+    """The teacher's own walk must pass through the student's timestamps."""
+    theirs = (earlier.grid, earlier.sigma_min, earlier.sigma_max, earlier.rho)
+    if theirs != (walk.grid, walk.sigma_min, walk.sigma_max, walk.rho):
+        raise UserError(
+            f"the teacher is a student that walks from {earlier.sigma_max:g} to "
+            f"{earlier.sigma_min:g} on a {earlier.grid} grid: give it the same"
+        )
+    for n in walk.evaluations:
+        fine = refinement * (timestamps_for(n, afs=walk.afs) - 1) + 1
+        if (needed := evaluations_of(fine, afs=earlier.afs)) not in earlier.evaluations:
+            known = ", ".join(map(str, earlier.evaluations))
+            raise UserError(
+                f"a student of {n} evaluations at --method.refinement {refinement} follows a "
+                f"teacher of {needed}, and this one knows {known}"
+            )

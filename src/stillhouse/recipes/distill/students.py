@@ -1,0 +1,127 @@
+"""The networks of a distillation: a frozen teacher, and a student that begins as its equal."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stillhouse.distill import frozen
+from stillhouse.distill.walks import FewSteps
+from stillhouse.engine.sharding import spread
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.models import DiffusersNetwork
+from stillhouse.models.conditioning import conditioned
+from stillhouse.models.networks import attended_width
+from stillhouse.pipelines import load_denoiser, resolve_folder
+from stillhouse.pipelines.exportable import plain_pipeline
+from stillhouse.pipelines.families import (
+    FAMILIES,
+    INDEX,
+    read_index,
+    takes_prompts,
+    whole_folder,
+)
+from stillhouse.pipelines.schedules import read_schedule
+from stillhouse.process import NetworkDenoiser
+from stillhouse.recipes.distill.told import find_prompts
+from stillhouse.recipes.judge.galleries import model_folder
+from stillhouse.recipes.subjects import Subject, Wish, load_subject
+from stillhouse.recipes.train.tuning import Tuned
+
+if TYPE_CHECKING:
+    from stillhouse.recipes.distill.distilling import DistillRun
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the teacher is, and what it is."""
+
+    name: str
+    folder: Path
+    subject: Subject  # with the guidance that the student learns
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether it is of a class whose other parts a student goes back among."""
+        index = self.folder / INDEX
+        return index.is_file() and read_index(self.folder).get("_class_name") in FAMILIES
+
+    def long_walk(self, steps: int) -> int:
+        """Steps of the teacher at its best; one that is a student itself knows its own alone."""
+        known = self.subject.walk
+        return steps if known is None else max(known.evaluations)
+
+
+def load_source(config: "DistillRun", here: World) -> Source:
+    """The teacher: in its own precision, spread as the student is where that is sharded."""
+    if not config.model:
+        raise UserError("name the model to distil: a diffusers directory, a run, or a hub id")
+    if config.model.startswith("toy:"):
+        raise UserError("a toy is a formula: train one (stillhouse train toy-moons), distil that")
+    name = model_folder(config.model)
+    folder = resolve_folder(name)
+    prompts = find_prompts(config.prompts, config.prompt_column)
+    if takes_prompts(folder):
+        folder = whole_folder(name)
+    wish = Wish(
+        config.guidance,
+        config.labels,
+        config.null_label,
+        getattr(torch, config.teacher),
+        here.device,
+        prompts,
+        config.control,
+        config.prompt_encoder,
+    )
+    subject = load_subject(str(folder), wish)
+    teacher = subject.bare
+    assert teacher is not None
+    frozen(teacher)
+    if config.spread.sharding in ("fsdp", "hsdp"):
+        teacher.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+        how = config.spread.model_copy(update={"checkpointing": False, "precision": "fp32"})
+        spread(teacher, how, here)
+    return Source(name, folder, subject)
+
+
+def load_student(config: "DistillRun", source: Source, walk: FewSteps) -> NetworkDenoiser:
+    """The teacher's weights in float32, with a way to hear the number of steps if it is told."""
+    denoiser, told = load_denoiser(source.folder), walk.told
+    network: Any = denoiser.network
+    process = (denoiser.scaling, denoiser.prediction)
+    if config.exportable:  # the same process, with the timesteps that its scheduler will walk
+        plain = plain_pipeline(source.folder, network, walk)
+        process = read_schedule(plain.scheduler)[:2]
+    if told and not network.told.steps:
+        network = hearing_steps(network)
+    if config.adapters:
+        if not source.pipeline:
+            raise UserError(
+                f"{source.name} has no pipeline that adapters could be loaded into: leave "
+                "--adapters out"
+            )
+        if not config.exportable:
+            raise UserError("adapters are opened by diffusers: add --exportable --method sfd")
+        tuned = Tuned(path=str(source.folder), method="lora", rank=config.adapters)
+        tuned.add_adapters(network.model)
+    # Without the teacher's clipping: no scheduler of a student would do it.
+    return NetworkDenoiser(network, *process).train()
+
+
+def as_student(subject: Subject, denoiser: Any, walk: FewSteps) -> Subject:
+    """The student in its teacher's place."""
+    return replace(subject, denoiser=denoiser, scaling=denoiser.scaling, walk=walk)
+
+
+def hearing_steps(network: DiffusersNetwork) -> DiffusersNetwork:
+    """The same network, which also takes a number of steps, and does not heed it yet."""
+    parts, old = replace(network.told, steps=True), network.conditioning
+    try:
+        new = conditioned(network.model, parts, attended_width(network.model))
+    except ValueError as error:
+        raise UserError(f"{error}: give --method sfd") from error
+    if old is not None:
+        new.load_state_dict({**new.state_dict(), **old.state_dict()})
+    return DiffusersNetwork(network.model, network.null_label, new)

@@ -1,0 +1,49 @@
+"""What a student is told while it is distilled: classes and prompts in turn, without any images."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stillhouse.data import Columns, numbered_captions
+from stillhouse.errors import UserError
+from stillhouse.process import Condition, keyed_uniform
+from stillhouse.recipes.judge.captions import read_prompts
+from stillhouse.recipes.judge.galleries import find_data
+from stillhouse.recipes.subjects import Subject
+
+HOST = torch.device("cpu")
+
+
+def find_prompts(name: str, column: str) -> tuple[str, ...]:
+    """The lines of a text file, or the captions of a data set; each once."""
+    if not name:
+        return ()
+    # A file that is no data set is a list; what is neither says so in `read_prompts`.
+    data = None if Path(name).suffix == ".txt" else find_data(name, Columns(text=column))
+    if data is None:
+        found = read_prompts(name)
+    else:
+        loader = data.build(batch=1, seed=0, rank=0, world=1)
+        found = numbered_captions(loader).texts
+    prompts = tuple(dict.fromkeys(line for text in found if (line := text.strip())))
+    if not prompts:
+        raise UserError(f"{name} holds no prompt")
+    return prompts
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What `subject` tells the samples with these numbers, but for a share that hears nothing."""
+
+    subject: Subject
+    seed: int
+    drop: float = 0.0  # so that guidance can still be applied to the student
+
+    def __call__(self, key: Tensor) -> Condition | None:
+        cond, null = self.subject.condition(key.tolist(), HOST, self.seed), self.subject.null
+        if cond is None or null is None or not self.drop:
+            return cond
+        drawn = keyed_uniform(key, seed=self.seed, purpose="distill/drop")
+        return cond.drop(drawn < self.drop, null.to(HOST))

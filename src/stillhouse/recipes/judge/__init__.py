@@ -1,0 +1,1 @@
+"""Judging of samples: evaluations with their settings, features and verdicts."""

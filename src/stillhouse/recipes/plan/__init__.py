@@ -1,0 +1,1 @@
+"""What a run will need, counted before it is paid for."""

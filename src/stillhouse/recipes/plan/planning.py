@@ -1,0 +1,75 @@
+"""`--dry-run`: the resolved run, the size of its network, and the memory it will take.
+
+Nothing is computed: a step is taken on tensors without storage (see `shadows`). Data are opened
+only to count their classes, where the config does not say.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from stillhouse.engine.world import World
+from stillhouse.recipes.plan.shadows import Footprint, footprint, measure, shadow
+from stillhouse.recipes.train.measuring import Evaluation
+from stillhouse.recipes.train.training import TrainRun
+from stillhouse.recipes.train.tuning import fitted
+
+GB = 1e9  # as in a plan
+
+
+def describe(config: TrainRun, processes: int) -> str:
+    """What `stillhouse train` would do on so many processes."""
+    config = fitted(config)
+    network = shadow(config)
+    count = sum(p.numel() for p in network.parameters())
+    lines = [f"{key:<34} {value}" for key, value in _flat(config.model_dump(mode="json"))]
+    lines += ["", f"{type(network.model).__name__} with {count / 1e6:.2f}M parameters"]
+    lines += [f"  {name:<24} {size / 1e6:8.2f}M" for name, size in sizes(network.model)]
+    lines += ["", f"memory per process, of {processes}, counted without storage:"]
+    found = asdict(memory(config, processes))
+    lines += [f"  {name:<24} {size / GB:8.3f} GB" for name, size in found.items()]
+    steps = -(-config.images // config.batch)
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    stored = 4 * trained * (3 + len(config.averages))
+    lines += ["", f"{config.images} images in {steps} steps of {config.batch}"]
+    lines += [
+        f"a checkpoint takes {stored / GB:.3f} GB, the exported model {4 * trained / GB:.3f} GB"
+    ]
+    if isinstance(config.evaluation, Evaluation):
+        lines += [_evaluations(config, config.evaluation)]
+    return "\n".join(lines)
+
+
+def _evaluations(config: TrainRun, evaluation: Evaluation) -> str:
+    moments = -(-config.images // evaluation.every)
+    return (
+        f"{moments} evaluations, each of {evaluation.count} samples against {evaluation.reference}"
+    )
+
+
+def sizes(model: nn.Module) -> list[tuple[str, int]]:
+    """Parameters of the parts, by name."""
+    return [
+        (name, count)
+        for name, part in model.named_children()
+        if (count := sum(p.numel() for p in part.parameters()))
+    ]
+
+
+def memory(config: TrainRun, processes: int) -> Footprint:
+    """Of one process, the first of so many."""
+    here = World(0, processes, torch.device("cpu"))
+    how = config.network_config(here).spread
+    return footprint(config, measure(config, how, processes), how)
+
+
+def _flat(tree: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        inner = (
+            _flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
+        )
+        rows += inner
+    return rows

@@ -1,0 +1,1 @@
+"""Training runs: what is trained, on what, and how it is told."""

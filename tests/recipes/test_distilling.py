@@ -1,0 +1,431 @@
+"""`stillhouse distill`: from a checkpoint to a student that samples in few evaluations."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from metrics.test_perceptual import with_package
+from safetensors.torch import load_file
+from small_models import save_scheduler, small_unet, unit_noise
+
+from stillhouse.cli import main
+from stillhouse.distill import Polynomial
+from stillhouse.engine.optimisers import AdamW
+from stillhouse.engine.sharding import Spread
+from stillhouse.errors import UserError
+from stillhouse.pipelines import load_denoiser
+from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
+from stillhouse.process import Condition, KeyedNoise, starting_noise
+from stillhouse.recipes.distill.comparing import Comparison
+from stillhouse.recipes.distill.distilling import DistillRun, read_evaluations, run
+from stillhouse.recipes.distill.methods import ConsistencyConfig, ProgressiveConfig, Sfd, SfdV
+from stillhouse.recipes.distill.students import hearing_steps
+from stillhouse.recipes.distill.watching import StudentPreview
+from stillhouse.recipes.parts import ClassifierFree, Euler
+from stillhouse.recipes.sampling import SampleRun
+from stillhouse.recipes.sampling import run as sample
+from stillhouse.solvers import sample_euler, sample_renoise
+
+EDM = {"_class_name": "EDMEulerScheduler", "sigma_data": 0.5}
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+VP = {"_class_name": "DDIMScheduler", "clip_sample": True}
+CLASSES = {"num_class_embeds": 8}
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def distilling(model: Path, out: Path, **changes) -> DistillRun:
+    """Two batches of a small student."""
+    settings = {
+        "method": Sfd(refinement=2),
+        "evaluations": "2",
+        "images": 8,
+        "batch": 4,
+        "optim": AdamW(lr=1e-3),
+        "log_every": 4,
+        "checkpoint_every": 4,
+        "preview": StudentPreview(every=8, count=2, steps=3),
+        "comparison": Comparison(count=0),
+        "device": "cpu",
+    }
+    return DistillRun(model=str(model), out=out, **{**settings, **changes})
+
+
+def bare(folder: Path, scheduler: dict, **network) -> Path:
+    small_unet(**network).save_pretrained(folder)
+    save_scheduler(folder, scheduler)
+    return folder
+
+
+@pytest.fixture
+def teacher(tmp_path) -> Path:
+    return bare(tmp_path / "teacher", EDM)
+
+
+def log_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["student/loss"] for line in log_of(out) if "student/loss" in line]
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def test_a_student_is_sampled_as_it_was_trained_to_walk(teacher, tmp_path):
+    run(distilling(teacher, tmp_path / "run", evaluations="2", method=Sfd(refinement=2)))
+    model = tmp_path / "run/model"
+    assert read_walk(model).evaluations == (2,)
+    sample(SampleRun(model=str(model), count=3, out=tmp_path / "drawn", tensors=True))
+    drawn = load_file(tmp_path / "drawn/tensors/000000.safetensors")["samples"]
+    grid = Polynomial().student(4)  # an analytical step and two evaluations
+    first = grid[0] * starting_noise((3, 8, 8), range(3), seed=0)
+    wanted = sample_euler(load_denoiser(model), first.float(), grid, afs=True)
+    torch.testing.assert_close(drawn, wanted)
+    assert json.loads((tmp_path / "drawn/record.json").read_text())["evaluations_per_sample"] == 2
+    again = FewStepPipeline.from_pretrained(model)(count=3, seed=0, output="pt")
+    torch.testing.assert_close(again, wanted)
+
+
+def test_pictures_show_the_teacher_above_every_walk_of_the_student(teacher, tmp_path):
+    from PIL import Image
+
+    run(distilling(teacher, tmp_path / "run", method=SfdV(refinement=1), evaluations="1..3"))
+    pictures = sorted((tmp_path / "run/samples").glob("*.png"))
+    assert [p.name[7:19] for p in pictures] == ["000000000000", "000000000008"]
+    with Image.open(pictures[0]) as first:
+        width, height = first.size
+    assert (width - 2) / 2 * 4 == height - 2  # 2 columns; the teacher and 3 walks
+
+
+def test_a_comparison_tells_distances_and_cost(teacher, tmp_path):
+    wanted = Comparison(count=6, steps=6, batch=4, searched=2)
+    run(distilling(teacher, tmp_path / "run", comparison=wanted, evaluations="3"))
+    found = json.loads((tmp_path / "run/comparison.json").read_text())
+    assert found["distance"].keys() == {"student", "euler", "dpmpp-3m", "gits"}
+    assert all(values["3"] > 0 for values in found["distance"].values())
+    # 4 steps, the first analytical, of 2 steps of the teacher each; 3 updates, a backward is two.
+    assert found["evaluations_per_image"] == 4 * 2 + 3 * (1 + 2)
+    assert found["evaluations"] == 8 * found["evaluations_per_image"]
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert f"| **student** | {found['distance']['student']['3']:.4f} |" in card
+    assert f"| teacher, GITS | {found['distance']['gits']['3']:.4f} |" in card
+    assert "17 network evaluations per walk" in card
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", card):
+        assert (tmp_path / "run/model" / picture).is_file()
+
+
+def test_a_comparison_of_the_teacher_with_itself_finds_no_distance(teacher, tmp_path):
+    """Long walks are compared with the same long walk."""
+    wanted = Comparison(count=3, steps=2, batch=2, solvers=("dpmpp-3m",))
+    run(distilling(teacher, tmp_path / "run", comparison=wanted))
+    found = json.loads((tmp_path / "run/comparison.json").read_text())
+    assert found["distance"]["dpmpp-3m"]["2"] == 0
+
+
+def test_a_student_is_its_teacher_until_it_has_learnt(teacher):
+    """Whatever number of steps it is told."""
+    network = hearing_steps(load_denoiser(teacher).network)
+    x, time = unit_noise((2, 3, 8, 8)), torch.full((2,), 0.3)
+    with torch.no_grad():
+        plain = load_denoiser(teacher).network(x, time)
+        for steps in (4, 5, 9):
+            told = network(x, time, Condition(steps=torch.full((2,), steps)))
+            assert torch.equal(told, plain)
+
+
+# ---------------------------------------------------------------- every kind of teacher
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "network"),
+    [
+        (EDM, {}),
+        (VP, {}),
+        (FLOW, {}),
+        (EDM, {"num_class_embeds": 8}),
+        (FLOW, {"num_class_embeds": 8}),
+    ],
+    ids=["edm", "vp", "flow", "edm-classes", "flow-classes"],
+)
+@pytest.mark.parametrize("method", [Sfd(refinement=2), SfdV(refinement=2)], ids=["sfd", "sfd-v"])
+def test_any_process_can_be_distilled(scheduler, network, method, tmp_path):
+    teacher = bare(tmp_path / "teacher", scheduler, **network)
+    before = load_file(teacher / WEIGHTS)
+    config = distilling(teacher, tmp_path / "run", method=method, evaluations="1..2")
+    run(config)
+    after = load_file(tmp_path / "run/model" / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    for steps in (1, 2):
+        out = tmp_path / f"drawn{steps}"
+        sample(SampleRun(model=str(tmp_path / "run/model"), count=2, steps=steps, out=out))
+        assert json.loads((out / "record.json").read_text())["evaluations_per_sample"] == steps
+
+
+def test_a_student_is_not_clipped_where_its_teacher_is(tmp_path):
+    teacher = bare(tmp_path / "teacher", VP)
+    assert load_denoiser(teacher).clip == 1.0
+    run(distilling(teacher, tmp_path / "run"))
+    assert load_denoiser(tmp_path / "run/model").clip is None
+
+
+def test_a_student_is_not_clipped_by_its_schedulers_default_either(tmp_path):
+    teacher = bare(tmp_path / "teacher", VP)
+    config = json.loads((teacher / "scheduler_config.json").read_text())
+    del config["clip_sample"]
+    (teacher / "scheduler_config.json").write_text(json.dumps(config))
+    run(distilling(teacher, tmp_path / "run"))
+    assert load_denoiser(teacher).clip == 1.0
+    assert load_denoiser(tmp_path / "run/model").clip is None
+
+
+def test_guidance_is_learnt_from_the_teacher(tmp_path):
+    """Of weight 1 it changes nothing, of weight 4 it does."""
+    teacher, seen = bare(tmp_path / "teacher", EDM, num_class_embeds=8), {}
+    for weight in (0.0, 1.0, 4.0):
+        guidance = {"guidance": ClassifierFree(weight=weight)} if weight else {}
+        config = distilling(teacher, tmp_path / f"run{weight}", null_label=7, **guidance)
+        run(config)
+        seen[weight] = losses(config.out)
+    torch.testing.assert_close(seen[1.0], seen[0.0], rtol=1e-4, atol=0)
+    assert abs(seen[4.0][0] / seen[0.0][0] - 1) > 0.01
+    walk = read_walk(tmp_path / "run4.0/model")
+    assert walk.guidance["kind"] == "classifier-free"
+    assert walk.guidance["weight"] == 4
+
+
+def test_labels_are_those_that_were_asked_for(tmp_path):
+    """A class that is not drawn is not learnt: its embedding keeps its bits."""
+    teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
+    run(distilling(teacher, tmp_path / "run", labels=(2, 3)))
+    before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
+    moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
+    assert moved.nonzero().flatten().tolist() == [2, 3]
+
+
+def test_some_are_told_nothing_so_that_the_student_can_be_guided(tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
+    config = distilling(teacher, tmp_path / "run", labels=(2, 3), null_label=7, drop=0.5)
+    run(config)
+    before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
+    moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
+    assert moved.nonzero().flatten().tolist() == [2, 3, 7]
+
+
+# ---------------------------------------------------------------- a second stage
+
+
+def test_a_student_teaches_one_evaluation(teacher, tmp_path):
+    first = distilling(teacher, tmp_path / "first", method=SfdV(refinement=1), evaluations="4,5")
+    run(first)
+    wanted = {"evaluations": "1", "comparison": Comparison(count=2)}
+    second = distilling(first.out, tmp_path / "second", method=Sfd(refinement=3), **wanted)
+    run(second)
+    walk = read_walk(second.out / "model")
+    assert walk.evaluations == (1,)
+    found = json.loads((second.out / "comparison.json").read_text())
+    assert found["distance"].keys() == {"student"}  # no other solver walks as its teacher does
+    assert found["teacher_steps"] == 5
+    assert walk.told  # its network hears a number of steps, so it is given its own
+    sample(SampleRun(model=str(second.out / "model"), count=2, out=tmp_path / "drawn"))
+
+
+@pytest.mark.parametrize(
+    ("method", "evaluations", "said"),
+    [
+        (Sfd(refinement=2), "1", "follows a teacher of 3, and this one knows 5"),
+        (Sfd(refinement=3, sigma_min=0.1), "1", "walks from 80 to 0.006"),
+    ],
+)
+def test_a_second_stage_that_does_not_fit_its_teacher_is_refused(
+    teacher, tmp_path, method, evaluations, said
+):
+    first = distilling(teacher, tmp_path / "first", evaluations="5")
+    run(first)
+    again = distilling(first.out, tmp_path / "second", method=method, evaluations=evaluations)
+    with pytest.raises(UserError, match=said):
+        run(again)
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_progressive_distillation_halves_the_steps_stage_by_stage(teacher, tmp_path):
+    method = ProgressiveConfig(first=4)
+    config = distilling(teacher, tmp_path / "run", method=method, evaluations="1", images=16)
+    last = run(config)
+    assert last.out == tmp_path / "run/1-steps"
+    two, one = (tmp_path / f"run/{n}-steps/model" for n in (2, 1))
+    assert [read_walk(m).evaluations for m in (two, one)] == [(2,), (1,)]
+    assert json.loads((last.out / "run.json").read_text())["config"]["model"] == str(two.parent)
+    assert [len(losses(two.parent)), len(losses(one.parent))] == [2, 2]  # half of the images each
+    sample(SampleRun(model=str(one), count=2, out=tmp_path / "drawn"))
+
+
+def test_a_stage_follows_the_steps_of_the_student_before_it(teacher, tmp_path):
+    """Which knows two: a student of one follows those, and no other."""
+    method = ProgressiveConfig(first=4)
+    run(distilling(teacher, tmp_path / "run", method=method, evaluations="2"))
+    again = distilling(tmp_path / "run/2-steps", tmp_path / "more", method=method, evaluations="2")
+    with pytest.raises(UserError, match="follows a teacher of 4, and this one knows 2"):
+        run(again)
+
+
+def test_a_consistency_student_is_sampled_with_noise_anew(teacher, tmp_path):
+    method = ConsistencyConfig(timestamps=4)
+    wanted = {"evaluations": "1..2", "comparison": Comparison(count=2, steps=2, solvers=())}
+    run(distilling(teacher, tmp_path / "run", method=method, **wanted))
+    model = tmp_path / "run/model"
+    sample(SampleRun(model=str(model), count=2, steps=2, out=tmp_path / "drawn", tensors=True))
+    drawn = load_file(tmp_path / "drawn/tensors/000000.safetensors")["samples"]
+    grid = Polynomial().student(3)
+    first = (grid[0] * starting_noise((3, 8, 8), range(2), seed=0)).float()
+    noise = KeyedNoise(range(2), seed=0)
+    wanted = sample_renoise(load_denoiser(model), first, grid, generator=noise)
+    torch.testing.assert_close(drawn, wanted)
+    # A walk of Heun's over 3 steps; the student twice, once with a backward, which is two.
+    found = json.loads((tmp_path / "run/comparison.json").read_text())
+    assert found["evaluations_per_image"] == 2 * 3 + 2 + 2
+
+
+# ---------------------------------------------------------------- how images look
+
+
+def test_lpips_counts_at_the_last_step_and_teaches(tmp_path, monkeypatch):
+    """Its distance at 224 pixels, once per element, beside L1; grey images are made of three."""
+    with_package(tmp_path / "site", monkeypatch)
+    grey = {"in_channels": 1, "out_channels": 1}
+    teacher = bare(tmp_path / "teacher", EDM, **grey)
+    seen = {}
+    for lpips in (False, True):
+        method = Sfd(refinement=2, lpips=lpips)
+        config = distilling(teacher, tmp_path / f"run{lpips}", method=method, images=4)
+        run(config)
+        seen[lpips] = [line for line in log_of(config.out) if "student/loss" in line]
+    plain, both = seen[False][0], seen[True][0]
+    assert both["timestamps4/step1"] == plain["timestamps4/step1"]
+    assert both["timestamps4/step2"] > plain["timestamps4/step2"] + 64 * 1e-3
+    weights = [load_file(tmp_path / f"run{x}/model" / WEIGHTS) for x in (False, True)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# ---------------------------------------------------------------- resume, processes
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(teacher, tmp_path):
+    whole = distilling(teacher, tmp_path / "whole", method=SfdV(refinement=2), evaluations="1..3")
+    run(whole)
+    half = whole.model_copy(update={"out": tmp_path / "half", "images": 4})
+    run(half)
+    run(half.model_copy(update={"images": 8}))
+    assert losses(whole.out) == losses(half.out)
+    for name in (WEIGHTS, "conditioning.safetensors"):
+        one, other = (load_file(c.out / "model" / name) for c in (whole, half))
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_another_teacher_of_the_same_name_is_refused(teacher, tmp_path):
+    config = distilling(teacher, tmp_path / "run", images=4)
+    run(config)
+    small_unet(seed=5).save_pretrained(teacher)
+    with pytest.raises(UserError, match="another teacher of the same name"):
+        run(config.model_copy(update={"images": 8}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_processes_distil_as_one_does(teacher, tmp_path, sharding):
+    alone = distilling(
+        teacher,
+        tmp_path / "one",
+        method=SfdV(refinement=2),
+        evaluations="1..3",
+        optim=AdamW(lr=1e-3, eps=1.0),  # or it would enlarge the rounding of gradients near 0
+        comparison=Comparison(count=3, steps=3, batch=2, searched=2),
+    )
+    run(alone)
+    spread = {"out": tmp_path / "two", "spread": Spread(sharding=sharding)}
+    both = alone.model_copy(update=spread)
+    script = tmp_path / "both.py"
+    script.write_text(
+        "from stillhouse.recipes.distill.distilling import DistillRun, run\n"
+        f"run(DistillRun.model_validate_json({both.model_dump_json()!r}))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [*command, "2", str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    torch.testing.assert_close(losses(both.out), losses(alone.out), rtol=1e-4, atol=0)
+    near = [json.loads((c.out / "comparison.json").read_text()) for c in (alone, both)]
+    for name, values in near[0]["distance"].items():
+        assert near[1]["distance"][name] == pytest.approx(values, rel=1e-3), name
+    one, two = (load_file(c.out / "model" / WEIGHTS) for c in (alone, both))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=2e-4)
+
+
+# ---------------------------------------------------------------- the command line, and mistakes
+
+
+def test_the_command_of_the_guide(teacher, tmp_path, capsys):
+    words = f"distill {teacher} --method sfd-v --evaluations 2..3 --out {tmp_path / 'student'}"
+    few = "--images 4 --batch 4 --comparison.count 0 --preview.count 2 --method.refinement 1"
+    main([*words.split(), *few.split()])
+    assert f"the student is in {tmp_path / 'student/model'}" in capsys.readouterr().out
+    assert read_walk(tmp_path / "student/model").told
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [("3", (3,)), ("2..5", (2, 3, 4, 5)), ("2, 4", (2, 4)), ("1,3..4", (1, 3, 4))],
+)
+def test_evaluations_are_numbers_or_spans(words, numbers):
+    assert read_evaluations(words) == numbers
+
+
+@pytest.mark.parametrize("words", ["", "0", "few", "5..2", "2-5", "1..", "0..2"])
+def test_other_words_are_no_evaluations(words):
+    with pytest.raises(UserError, match=r"write 3, 2..5 or 2,4"):
+        read_evaluations(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": ""}, "name the model to distil"),
+        ({"model": "toy:moons"}, "a toy is a formula"),
+        ({"exportable": True, "method": SfdV()}, "cannot tell a student how many steps"),
+        ({"adapters": 4}, "no pipeline that adapters could be loaded into"),
+        ({"prompts": "none.txt"}, "none.txt cannot be read as a list of prompts"),
+        ({"labels": (1,)}, "knows no classes"),
+        ({"method": ProgressiveConfig(first=6), "evaluations": "2"}, "do not come down to 2"),
+        ({"method": ProgressiveConfig(), "evaluations": "1..2"}, "ends with one number"),
+        ({"method": ConsistencyConfig(), "exportable": True}, "is for --method sfd"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(teacher, tmp_path, changes, said):
+    config = distilling(teacher, tmp_path / "run")
+    with pytest.raises(UserError, match=said):
+        run(config.model_copy(update=changes))
+
+
+def test_a_student_refuses_walks_that_it_does_not_know(teacher, tmp_path):
+    run(distilling(teacher, tmp_path / "run", evaluations="2,3"))
+    with pytest.raises(UserError, match=r"not trained for 4 evaluations: give one of --steps 2, 3"):
+        sample(SampleRun(model=str(tmp_path / "run/model"), steps=4, out=tmp_path / "drawn"))
+
+
+def test_a_solver_that_is_named_for_a_student_does_not_count(teacher, tmp_path):
+    """It has one way to walk, and the record says so."""
+    run(distilling(teacher, tmp_path / "run"))
+    config = SampleRun(model=str(tmp_path / "run/model"), count=1, out=tmp_path / "drawn")
+    sample(config)
+    record = json.loads((tmp_path / "drawn/record.json").read_text())
+    assert record["run"]["solver"] == Euler(afs=True).model_dump()
