@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from timing import alternately
 
-from stillhouse.distill import Starts
+from stillhouse.distill.trajectories import Starts
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World
 from stillhouse.process import Condition

@@ -53,6 +53,18 @@ def test_help_answers_in_under_twice_the_import_of_torch(words):
     assert ratio < 2
 
 
+@pytest.mark.slow
+def test_sampling_does_not_import_what_trains():
+    """Half of the time that help takes, where a student's walk brings its distiller along."""
+    code = (
+        "import sys, stillhouse.recipes.sampling;"
+        "heavy = {'torch.distributed.checkpoint', 'stillhouse.engine.loop', 'diffusers', 'sympy'};"
+        "sys.exit(repr(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_lists_every_command(capsys):
     main(["--help"])
     shown = capsys.readouterr().out

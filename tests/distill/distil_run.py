@@ -12,7 +12,9 @@ from distill.toys import Residual, three_on_a_circle
 from engine.toy_run import Lines
 from torch import Tensor, nn
 
-from stillhouse.distill import SFD, Labels, Polynomial, Starts, Teacher
+from stillhouse.distill.grids import Polynomial
+from stillhouse.distill.sfd import SFD
+from stillhouse.distill.trajectories import Labels, Starts, Teacher
 from stillhouse.engine.checkpoints import CheckpointStore
 from stillhouse.engine.loop import Engine, LoopConfig
 from stillhouse.engine.optimisers import AdamW, Steps

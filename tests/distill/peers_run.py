@@ -13,7 +13,9 @@ from distill.toys import Gains, Residual, three_on_a_circle
 from engine.toy_run import Lines
 from torch import Tensor, nn
 
-from stillhouse.distill import ConsistencyDistillation, Labels, Progressive, Starts, Teacher
+from stillhouse.distill.consistency import ConsistencyDistillation
+from stillhouse.distill.progressive import Progressive
+from stillhouse.distill.trajectories import Labels, Starts, Teacher
 from stillhouse.engine.checkpoints import CheckpointStore
 from stillhouse.engine.loop import Engine, LoopConfig
 from stillhouse.engine.optimisers import AdamW, Steps

@@ -15,15 +15,10 @@ from distill.toys import HERE, ExactFlow, distil, engine_of, three_on_a_circle
 from oracles import rk4_reference
 from torch import Tensor, nn
 
-from stillhouse.distill import (
-    DISTANCES,
-    ConsistencyDistillation,
-    Native,
-    Polynomial,
-    Starts,
-    Teacher,
-    frozen,
-)
+from stillhouse.distill.consistency import ConsistencyDistillation
+from stillhouse.distill.grids import Native, Polynomial
+from stillhouse.distill.sfd import DISTANCES
+from stillhouse.distill.trajectories import Starts, Teacher, frozen
 from stillhouse.errors import UserError
 from stillhouse.objectives import Consistent
 from stillhouse.process import EDM, Gaussian, keyed_uniform

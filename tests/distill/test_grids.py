@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stillhouse.distill import Native, Polynomial, evaluations_of, timestamps_for
+from stillhouse.distill.grids import Native, Polynomial, evaluations_of, timestamps_for
 from stillhouse.errors import UserError
 from stillhouse.process import EDM, SIGMA_CAP, VP, Flow, alphas_cumprod, betas, levels
 

@@ -24,8 +24,16 @@ from distill.toys import HERE, distil, engine_of, three_on_a_circle
 from oracles import rk4_reference
 from torch import Tensor, nn
 
-from stillhouse.distill import Native, Nested, Polynomial, Progressive, Starts, frozen, halvings
-from stillhouse.distill.progressive import Stretch, drawn_stretch, landing
+from stillhouse.distill.grids import Native, Polynomial
+from stillhouse.distill.progressive import (
+    Nested,
+    Progressive,
+    Stretch,
+    drawn_stretch,
+    halvings,
+    landing,
+)
+from stillhouse.distill.trajectories import Starts, frozen
 from stillhouse.errors import UserError
 from stillhouse.process import (
     EDM,

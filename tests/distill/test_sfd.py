@@ -8,7 +8,9 @@ import torch
 from distill.toys import ExactFlow, Gains, Residual, distil, engine_of, three_on_a_circle
 from torch import nn
 
-from stillhouse.distill import DISTANCES, SFD, Polynomial, Starts, Teacher, frozen
+from stillhouse.distill.grids import Polynomial
+from stillhouse.distill.sfd import DISTANCES, SFD
+from stillhouse.distill.trajectories import Starts, Teacher, frozen
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.process import Gaussian

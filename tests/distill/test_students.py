@@ -13,8 +13,9 @@ from distill.toys import Residual, distil, three_on_a_circle
 from oracles import rk4_reference
 from torch import Tensor, nn
 
-from stillhouse.distill import SFD, Polynomial, Starts, Teacher, earlier_student, frozen
-from stillhouse.distill.trajectories import with_steps
+from stillhouse.distill.grids import Polynomial
+from stillhouse.distill.sfd import SFD
+from stillhouse.distill.trajectories import Starts, Teacher, earlier_student, frozen, with_steps
 from stillhouse.engine.world import World
 from stillhouse.process import EDM, Condition, NetworkDenoiser
 from stillhouse.solvers import sample_euler

@@ -7,7 +7,8 @@ import torch
 from distill.toys import three_on_a_circle
 from torch import nn
 
-from stillhouse.distill import Labels, Native, Polynomial, Starts, Teacher, earlier_student, frozen
+from stillhouse.distill.grids import Native, Polynomial
+from stillhouse.distill.trajectories import Labels, Starts, Teacher, earlier_student, frozen
 from stillhouse.engine.world import World
 from stillhouse.process import EDM, Condition, Gaussian
 from stillhouse.solvers import (

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from stillhouse.distill import SFD, Starts
+from stillhouse.distill.sfd import SFD
+from stillhouse.distill.trajectories import Starts
 from stillhouse.engine.loop import Engine, LoopConfig
 from stillhouse.engine.optimisers import AdamW, Steps
 from stillhouse.engine.updates import NetworkConfig

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from small_models import save_scheduler, small_unet, unit_noise
 
 from stillhouse.cli import main
-from stillhouse.distill import Polynomial
+from stillhouse.distill.grids import Polynomial
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.sharding import Spread
 from stillhouse.errors import UserError

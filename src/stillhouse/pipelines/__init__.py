@@ -1,6 +1,6 @@
 """Checkpoints in diffusers' format: read as denoisers and codecs, and written.
 
-Few-step students are resolved on first use: what trains them is heavy to import.
+Few-step students are resolved on first use, so that reading any other checkpoint stays light.
 """
 
 from importlib import import_module

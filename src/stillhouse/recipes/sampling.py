@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from stillhouse import __version__
@@ -52,9 +52,9 @@ class SampleRun(Config):
     """--solver NAME is short for --solver.kind NAME; so are --grid and --guidance."""
     grid: Grid = NativeGrid()
     guidance: Guidance = NoGuidance()
-    steps: NonNegativeInt = 0
+    steps: PositiveInt | None = None
     """Steps of the walk, mostly of one evaluation each; of a few-step student, its evaluations.
-    0: 10, or as many as the student can take."""
+    None: 10, or as many as the student can take."""
     count: PositiveInt = 64
     """How many samples."""
     seed: int = 0
@@ -79,6 +79,11 @@ class SampleRun(Config):
     """Precision of the network; the state is always float32."""
     device: Annotated[str, Field(min_length=1)] = "auto"
     """auto: a GPU where there is one."""
+
+    @property
+    def step_count(self) -> int:
+        """`steps`, or the usual number of them."""
+        return STEPS if self.steps is None else self.steps
 
 
 def run(config: SampleRun) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def walked(config: SampleRun, subject: Subject) -> SampleRun:
     """The run with all that its subject decides: a student walks as it was taught to."""
     walk = subject.walk
     if walk is None:
-        return config.model_copy(update={"steps": config.steps or STEPS})
+        return config.model_copy(update={"steps": config.step_count})
     steps = config.steps or max(walk.evaluations)
     walk.timestamps(steps)  # or it is refused
     taught = Euler(afs=walk.afs) if walk.step == "euler" else Renoise()
@@ -125,11 +130,11 @@ def walked(config: SampleRun, subject: Subject) -> SampleRun:
 def build_grid(config: SampleRun, subject: Subject, device: torch.device) -> Tensor:
     """The noise levels of the run; a searched grid is found here, the same on every process."""
     if subject.walk is not None:
-        return subject.walk.levels(config.steps, subject.scaling)
+        return subject.walk.levels(config.step_count, subject.scaling)
     try:
         if isinstance(config.grid, SearchedGrid):
             return _search(config, config.grid, subject, device)
-        return config.grid.build(subject.scaling, config.steps)
+        return config.grid.build(subject.scaling, config.step_count)
     except ValueError as error:
         raise UserError(f"there is no such grid: {error}") from error
 
@@ -138,9 +143,9 @@ def _search(
     config: SampleRun, grid: SearchedGrid, subject: Subject, device: torch.device
 ) -> Tensor:
     fine = grid.build(subject.scaling, grid.fine - 1)
-    count = config.steps + 1
+    count = config.step_count + 1
     if count > len(fine):
-        raise UserError(f"{config.steps} steps cannot be chosen from --grid.fine {grid.fine}")
+        raise UserError(f"{config.step_count} steps cannot be chosen from --grid.fine {grid.fine}")
     print(f"searching a grid: {2 * (len(fine) - 1)} evaluations of {grid.samples} samples ...")
     noise = starting_noise(subject.shape, range(grid.samples), seed=config.seed + 1).to(device)
     found = search_grid(
@@ -226,7 +231,7 @@ def draw_batch(
     first = subject.scaling.start(noise, grid[0])
     if subject.walk is not None:
         first = subject.walk.grids(subject.scaling).start(noise, float(grid[0]))
-        cond = subject.walk.condition(cond, config.steps, noise)
+        cond = subject.walk.condition(cond, config.step_count, noise)
     return config.solver.build()(
         subject.denoiser,
         first,
@@ -354,7 +359,7 @@ def draw_trajectories(config: SampleRun, subject: Subject, grid: Tensor) -> None
     states = [subject.scaling.start(starting_noise((2,), indices, seed=config.seed), grid[0])]
     draw_batch(config, subject, grid, indices, device, lambda p: states.append(p.x))
     data = subject.toy.sample(3000, torch.Generator().manual_seed(0))
-    title = f"{config.model}, {config.solver.kind}, {config.steps} steps"
+    title = f"{config.model}, {config.solver.kind}, {config.step_count} steps"
     pictures.trajectories(torch.stack(states), grid, data, title, config.out / "trajectories.png")
 
 

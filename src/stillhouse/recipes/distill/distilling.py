@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stillhouse.distill import Starts, halvings
+from stillhouse.distill.progressive import halvings
+from stillhouse.distill.trajectories import Starts
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.loop import Engine, Hook
 from stillhouse.engine.optimisers import AdamW, Optimiser, Steps

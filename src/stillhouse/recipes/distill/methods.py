@@ -17,16 +17,11 @@ from torch import Tensor, autocast
 from torch.nn.functional import interpolate
 
 from stillhouse.config import Config
-from stillhouse.distill import (
-    DISTANCES,
-    SFD,
-    ConsistencyDistillation,
-    Progressive,
-    Teacher,
-    earlier_student,
-    evaluations_of,
-    timestamps_for,
-)
+from stillhouse.distill.consistency import ConsistencyDistillation
+from stillhouse.distill.grids import evaluations_of, timestamps_for
+from stillhouse.distill.progressive import Progressive
+from stillhouse.distill.sfd import DISTANCES, SFD
+from stillhouse.distill.trajectories import Teacher, earlier_student
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError

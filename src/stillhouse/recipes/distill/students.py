@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stillhouse.distill import frozen
+from stillhouse.distill.trajectories import frozen
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.sharding import spread
 from stillhouse.engine.world import World

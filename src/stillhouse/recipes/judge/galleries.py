@@ -99,7 +99,7 @@ class Drawn:
         self.name, self.count = config.model, config.count
         self.grid = build_grid(config, subject, device)
         self.evaluations = count_evaluations(config, self.grid.tolist())
-        self.reading = f"{config.solver.kind}, {config.steps} steps, seed {config.seed}"
+        self.reading = f"{config.solver.kind}, {config.step_count} steps, seed {config.seed}"
         if chosen := {name: value for name, value in self._settings() if value != DEFAULT[name]}:
             self.reading += ", " + re.sub(r'[{}"]', "", json.dumps(chosen))
 
