@@ -8,17 +8,19 @@ again, and a run that was broken off goes on where it was. `--plan` prints the c
 
 | arm | what |
 |---|---|
+| `teacher` | the teacher itself: solvers with 1 to 5 evaluations, and 50 |
 | `sfd1` ... `sfd5` | SFD, a student for each number of evaluations |
 | `sfdv` | SFD-v, one student for 2 to 5 |
 | `k1` | SFD at 3 evaluations with a teacher that is no finer: K = 1 |
-| `half1`, `half2`, `half4` | progressive distillation from 16 steps |
+| `half` | progressive distillation from 16 steps: 8, 4, 2 and 1 |
 | `consistency` | consistency distillation, 1 to 5 evaluations |
 | `one` | the second stage: one evaluation from `sfdv` |
 
-All arms of a model but `one`, which is charged on top of its teacher, have the same budget of
-network evaluations, a backward pass counted as two. Measured for each number of evaluations:
-distance to the teacher's 50 steps from the same noise, also of the teacher's own solvers, and the
-Fréchet distance of features.
+All students of a model but `one`, which is charged on top of its teacher, have the same budget of
+network evaluations, a backward pass counted as two: less than a twentieth of what the teacher's
+training cost. The stages of `half` share it, so its student of 4 steps has had half of it. Measured
+for each number of evaluations: distance to the teacher's 50 steps from the same noise, also of the
+teacher's own solvers, and the Fréchet distance of features.
 """
 
 import json
@@ -51,18 +53,20 @@ MODELS = {
         "--prompts emoji --guidance classifier-free --guidance.weight 3",
         "--reference emoji --detector mobilenet-v2",
         calls=2,
-        budget=400_000,
-        batch=64,
+        budget=100_000,
+        batch=16,
     ),
     "fashion": Model(
         "--labels 0 1 2 3 4 5 6 7 8 9",
         "--reference fashion:test --detector mobilenet-v2",
         calls=1,
-        budget=120_000,
-        batch=32,
+        budget=33_000,
+        batch=16,
     ),
 }
-LEARNING = "--optim.lr 3e-4 --optim.schedule cosine"
+LEARNING = "--optim.lr 5e-4 --optim.schedule cosine"
+HALVES = (8, 4, 2, 1)  # steps of the stages
+SOLVERS = "euler dpmpp-3m gits"
 
 
 @dataclass(frozen=True)
@@ -79,25 +83,28 @@ def sfd(n: float, refinement: int = 4) -> tuple[float, float]:
     return refinement * (n + 1), 3 * n
 
 
-def halving(last: int) -> tuple[float, float]:
+def halving() -> tuple[float, float]:
     """Mean over the stages, all of which have as many images; the first alone is guided."""
-    first, *rest = [n for n in (8, 4, 2, 1) if n >= last]
-    stages = 1 + len(rest)
-    return 2 * first / stages, 2 * sum(rest) / stages + 3
+    first, *rest = HALVES
+    return 2 * first / len(HALVES), 2 * sum(rest) / len(HALVES) + 3
 
 
 ARMS = {
-    **{f"sfd{n}": Arm("--method sfd", str(n), *sfd(n)) for n in range(1, 6)},
+    "teacher": Arm("", "1..5", 0, 0),
     "sfdv": Arm("--method sfd-v", "2..5", *sfd(3.5)),
+    **{f"sfd{n}": Arm("--method sfd", str(n), *sfd(n)) for n in range(1, 6)},
     "k1": Arm("--method sfd --method.refinement 1", "3", *sfd(3, 1)),
-    **{
-        f"half{n}": Arm("--method progressive --method.first 16", str(n), *halving(n))
-        for n in (1, 2, 4)
-    },
+    "half": Arm("--method progressive --method.first 16", "1", *halving()),
     "consistency": Arm("--method consistency", "1..5", 36, 4),
     "one": Arm("--method sfd --method.refinement 3", "1", 0, 6 + 3),  # its teacher is a student
 }
-PLAN = [f"{model}-{arm}-{seed}" for model in MODELS for seed in range(SEEDS) for arm in ARMS]
+PLAN = [
+    f"{model}-{arm}-{seed}"
+    for seed in range(SEEDS)
+    for model in MODELS
+    for arm in ARMS
+    if arm != "teacher" or seed == 0
+]
 
 
 def main() -> None:
@@ -118,17 +125,37 @@ def images_of(model: Model, arm: Arm) -> int:
 def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
     """The student (after its own teacher, where that is one), and its samples judged."""
     model, arm, seed = taken_apart(name)
+    reference = str(ROOT / "reference" / model)
+    if arm == "teacher":
+        yield from judging_teacher(model, reference, work / name)
+        return
     if arm == "one":
-        yield distilling(f"{model}-sfdv-{seed}", work, str(ROOT / "reference" / model))
-    run = work / name
-    teacher = str(work / f"{model}-sfdv-{seed}") if arm == "one" else ""
-    yield distilling(name, work, teacher or str(ROOT / "reference" / model))
-    student = last_stage(name, work)
-    numbers = [n for n in range(1, 6) if n in known(ARMS[arm].evaluations)]
-    steps = " ".join(map(str, numbers))
-    judge = f"evaluate {student}/model {MODELS[model].judge} --metrics fid,kid --count {SAMPLES}"
-    judge += f" --steps {steps} --out {run}/judged {prompts_of(model, work)}"
-    yield run / "judged/evaluation.json", shlex.split(judge)
+        yield distilling(f"{model}-sfdv-{seed}", work, reference)
+        reference = str(work / f"{model}-sfdv-{seed}")
+    yield distilling(name, work, reference)
+    for stage, steps in students(name, work).items():
+        numbers = " ".join(map(str, steps))
+        words = f"evaluate {stage}/model {judge(model, work)} --steps {numbers}"
+        yield stage / "judged/evaluation.json", shlex.split(f"{words} --out {stage}/judged")
+
+
+def judge(model: str, work: Path) -> str:
+    flags = f"{MODELS[model].judge} --metrics fid,kid --count {SAMPLES}"
+    return f"{flags} {prompts_of(model, work)}"
+
+
+def judging_teacher(model: str, reference: str, run: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Its guidance is that of its students' lessons; GITS is ipndm on a searched grid."""
+    guided = " ".join(shlex.split(MODELS[model].flags)[2:]) if model == "emoji" else ""
+    common = f"evaluate {reference} {judge(model, run.parent)} {guided}"
+    few, searched = "--steps 1 2 3 4 5", "--grid searched --grid.fine 41 --grid.samples 16"
+    for name, flags in {
+        "few": f"--solvers euler dpmpp-3m {few}",
+        "gits": f"--solvers ipndm {few} {searched}",
+        "long": "--solvers dpmpp-3m --steps 50",
+    }.items():
+        out = run / name
+        yield out / "evaluation.json", shlex.split(f"{common} {flags} --out {out}")
 
 
 def distilling(name: str, work: Path, teacher: str) -> tuple[Path, list[str]]:
@@ -138,20 +165,20 @@ def distilling(name: str, work: Path, teacher: str) -> tuple[Path, list[str]]:
     count = images_of(made, how)
     words = f"distill {teacher} {how.flags} --evaluations {how.evaluations} {flags} {LEARNING}"
     words += f" --images {count} --batch {made.batch} --preview.every {count} --seed {seed}"
-    done = last_stage(name, work) / "comparison.json"
-    return done, shlex.split(f"{words} --comparison.count 256 --out {work / name}")
+    # The teacher's own walks are the same beside every student.
+    solvers = SOLVERS if arm in ("sfd1", "sfdv") else ""
+    words += f" --comparison.count 128 --comparison.solvers {solvers} --out {work / name}"
+    return list(students(name, work))[-1] / "comparison.json", shlex.split(words)
 
 
-def last_stage(name: str, work: Path) -> Path:
-    """The folder of a run, or of the last of its stages."""
+def students(name: str, work: Path) -> dict[Path, list[int]]:
+    """The folders of a run's students, each with the evaluations it is judged at."""
     _, arm, _ = taken_apart(name)
     run = work / name
-    return run / f"{ARMS[arm].evaluations}-steps" if arm.startswith("half") else run
-
-
-def known(evaluations: str) -> range:
-    first, _, last = evaluations.partition("..")
-    return range(int(first), int(last or first) + 1)
+    if arm == "half":
+        return {run / f"{n}-steps": [n] for n in HALVES if n <= 5}
+    first, _, last = ARMS[arm].evaluations.partition("..")
+    return {run: list(range(int(first), int(last or first) + 1))}
 
 
 def prompts_of(model: str, work: Path) -> str:
@@ -169,22 +196,30 @@ def prompts_of(model: str, work: Path) -> str:
 
 def summary(name: str, run: Path) -> dict[str, Any]:
     model, arm, seed = taken_apart(name)
-    stage = last_stage(name, run.parent)
-    compared = json.loads((stage / "comparison.json").read_text())
-    judged = json.loads((run / "judged/evaluation.json").read_text())
-    return {
-        "model": model,
-        "arm": arm,
-        "seed": seed,
-        "images": images_of(MODELS[model], ARMS[arm]),
-        **{key: compared[key] for key in ("distance", "count", "teacher_steps")},
-        "judged": {row["steps"]: row["values"] for row in judged["settings"]},
-        "floor": judged["floor"],
-    }
+    record: dict[str, Any] = {"model": model, "arm": arm, "seed": seed}
+    if arm == "teacher":
+        return record | {"judged": {k: judged(run / k) for k in ("few", "gits", "long")}}
+    record |= {"images": images_of(MODELS[model], ARMS[arm]), "distance": {}, "judged": {}}
+    for stage in students(name, run.parent):
+        compared = json.loads((stage / "comparison.json").read_text())
+        for who, values in compared["distance"].items():
+            record["distance"].setdefault(who, {}).update(values)
+        record["judged"] |= {row["steps"]: row["values"] for row in judged(stage / "judged")}
+        record |= {key: compared[key] for key in ("count", "teacher_steps", "evaluations")}
+    return record
+
+
+def judged(folder: Path) -> list[dict[str, Any]]:
+    found = json.loads((folder / "evaluation.json").read_text())
+    keys = ("solver", "steps", "evaluations", "values")
+    rows = [{key: row[key] for key in keys if key in row} for row in found["settings"]]
+    return [row | {"floor": found["floor"]} for row in rows]
 
 
 def drawn(run: Path) -> Path:
-    return max(last_stage(run.name, run.parent).glob("samples/*.png"))
+    if taken_apart(run.name)[1] == "teacher":
+        return run / "long/samples.png"
+    return max(list(students(run.name, run.parent))[-1].glob("samples/*.png"))
 
 
 if __name__ == "__main__":

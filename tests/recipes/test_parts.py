@@ -7,12 +7,22 @@ import torch
 from oracles import spec_mixture
 from pydantic import TypeAdapter, ValidationError
 
-from stillhouse.process import EDM, SIGMA_CAP, VP, Flow, KeyedNoise, alphas_cumprod, betas
-from stillhouse.recipes.parts import Grid, Solver
+from stillhouse.process import (
+    EDM,
+    SIGMA_CAP,
+    VP,
+    Condition,
+    Flow,
+    KeyedNoise,
+    alphas_cumprod,
+    betas,
+)
+from stillhouse.recipes.parts import Grid, Guidance, Solver
 from stillhouse.solvers import SOLVERS
 
 SOLVER = TypeAdapter(Solver)
 GRID = TypeAdapter(Grid)
+GUIDANCE = TypeAdapter(Guidance)
 
 
 def test_every_solver_has_a_config_and_no_other():
@@ -69,3 +79,34 @@ def test_a_grid_may_end_above_zero():
     config = {"kind": "polynomial", "to_zero": False, "sigma_min": 0.006, "sigma_max": 80.0}
     grid = GRID.validate_python(config).build(EDM(), 3)
     assert grid.tolist() == pytest.approx([80, 10.929, 0.66989, 0.006], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "none"},
+        {"kind": "classifier-free"},
+        {"kind": "classifier-free", "weight": 1},
+        {"kind": "autoguidance", "model": "worse"},
+        {"kind": "two-term"},
+        {"kind": "two-term", "control": 0},
+        {"kind": "two-term", "control": 0.5},
+        {"kind": "two-term", "control": 2, "weight": 1},
+        {"kind": "two-term", "weight": 1},
+    ],
+    ids=str,
+)
+def test_guidance_says_how_often_it_calls_a_network(settings):
+    """Rows, as several conditions may share one batch."""
+    rows = 0
+
+    def denoiser(x, sigma, cond=None):
+        nonlocal rows
+        rows += len(x)
+        return x
+
+    cond = Condition(label=torch.tensor([3]), control=torch.ones(1, 2))
+    null = Condition(label=torch.tensor([9]), control=torch.zeros(1, 2))
+    config = GUIDANCE.validate_python(settings)
+    config.build(denoiser, null, lambda _: denoiser)(torch.ones(1, 2), torch.tensor(1.0), cond)
+    assert rows == config.calls

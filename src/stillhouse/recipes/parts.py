@@ -286,6 +286,11 @@ Grid = Annotated[
 class NoGuidance(Config):
     kind: Literal["none"] = "none"
 
+    @property
+    def calls(self) -> int:
+        """Of a network, for one answer."""
+        return 1
+
     def build(self, denoiser: "Denoiser", null: "Condition | None", load: "Load") -> "Denoiser":
         return denoiser
 
@@ -305,6 +310,11 @@ class GuidedConfig(Config):
         """Everywhere, or as asked for."""
         everywhere = self.low == 0 and self.high >= 1e5
         return (0.0, float("inf")) if everywhere else (self.low, self.high)
+
+    @property
+    def calls(self) -> int:
+        """Of a network, for one answer within the interval."""
+        return 1 + (self.weight != 1)
 
 
 class ClassifierFree(GuidedConfig):
@@ -330,6 +340,10 @@ class TwoTermGuidance(GuidedConfig):
     kind: Literal["two-term"] = "two-term"
     control: float = 1.0
     """Share of the control: 1 with it, 0 without, more exaggerates it."""
+
+    @property
+    def calls(self) -> int:
+        return super().calls + (self.control not in (0, 1))
 
     def build(self, denoiser: "Denoiser", null: "Condition | None", load: "Load") -> "Denoiser":
         from stillhouse.errors import UserError

@@ -16,7 +16,7 @@ from stillhouse.recipes import pictures
 from stillhouse.recipes.distill.cards import write_card
 from stillhouse.recipes.distill.students import Source, as_student
 from stillhouse.recipes.distill.watching import draw_all
-from stillhouse.recipes.parts import NoGuidance, SearchedGrid, solver
+from stillhouse.recipes.parts import SearchedGrid, solver
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.subjects import Subject
 from stillhouse.solvers import search_grid
@@ -66,8 +66,7 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
         how = solver("ipndm" if name == GITS else name)
         found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
         rows[name] = {n: distance(found[n], goal) for n in counts}
-    calls = 1 if isinstance(config.guidance, NoGuidance) else 2
-    cost = engine.task.evaluations_per_image.total(calls)  # type: ignore[attr-defined]
+    cost = engine.task.evaluations_per_image.total(config.guidance.calls)  # type: ignore[attr-defined]
     record = {
         "distance": rows,
         "count": wanted.count,
