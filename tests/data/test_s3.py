@@ -61,6 +61,7 @@ def storage(server, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)  # which an object store is not of
     app, url = server
     app.every = 0
     app.counts.clear()

@@ -372,7 +372,7 @@ def load(
     # It would tell the hub of every file we open: a request per shard, seconds where it is out of
     # reach.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    with nullcontext() if streaming else _quiet(datasets):
+    with nullcontext() if streaming else _quiet(datasets), _beyond_the_hub(datasets, files):
         try:
             return datasets.load_dataset(
                 builder,
@@ -386,6 +386,21 @@ def load(
         except DatasetGenerationError as error:
             cause = error.__cause__ or error
             raise UserError(f"the {builder} files cannot be read: {cause}") from error
+
+
+@contextmanager
+def _beyond_the_hub(datasets: Any, files: Sequence[str]) -> Iterator[None]:
+    """HF_HUB_OFFLINE is about the hub, but datasets (5.2) then reads no object store either."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before and any(map(_of_the_hub, files))
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _of_the_hub(file: str) -> bool:
+    return file.startswith(("hf://", "https://huggingface.co"))
 
 
 @contextmanager
