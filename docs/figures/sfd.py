@@ -1,0 +1,129 @@
+"""Draws docs/figures/sfd.png and prints the tables of docs/results/sfd.md.
+
+python docs/figures/sfd.py
+
+Students of the reference models beside their teachers' solvers with as few evaluations, from
+benchmarks/results/distill: distance to the teacher's 50 steps from the same noise, and the Fréchet
+distance of features. A line is the mean over seeds, a dot a run.
+"""
+
+import json
+from collections import defaultdict
+from statistics import fmean, stdev
+from typing import Any
+
+from style import BLUE, GREY, HERE, INK, ORANGE, plots
+
+RESULTS = HERE.parent.parent / "benchmarks" / "results" / "distill"
+MODELS = {"emoji": "text to emoji", "fashion": "Fashion-MNIST"}
+COUNTS = range(1, 6)
+WAYS = {
+    "euler": ("teacher, Euler (DDIM)", GREY, ":"),
+    "dpmpp-3m": ("teacher, DPM++ 3M", GREY, "--"),
+    "gits": ("teacher, GITS", GREY, "-"),
+    "sfd": ("SFD, a student each", BLUE, "-"),
+    "sfdv": ("SFD-v, one student", ORANGE, "-"),
+    "half": ("progressive", INK, ":"),
+    "consistency": ("consistency", INK, "--"),
+    "one": ("second stage, after SFD-v", ORANGE, "--"),
+    "k1": ("SFD with K = 1", BLUE, ":"),
+}
+
+Found = dict[str, dict[int, list[float]]]  # way -> evaluations -> a number for each seed
+
+
+def main() -> None:
+    runs = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
+    plt = plots()
+    figure, axes = plt.subplots(2, len(MODELS), figsize=(9.5, 6.4), sharex=True)
+    for column, (model, title) in enumerate(MODELS.items()):
+        here = [run for run in runs if run["model"] == model]
+        for row, (what, found) in enumerate(
+            {"distance to 50 steps": distances(here), "FD-MobileNetV2": qualities(here)}.items()
+        ):
+            print(f"\n{title}: {what}\n\n{table(found)}")
+            draw(axes[row][column], found)
+            axes[row][0].set_ylabel(what)
+        axes[0][column].set_title(title)
+        axes[-1][column].set_xlabel("evaluations")
+        if long := teacher_at_length(here):
+            print(f"\nteacher, 50 steps: {long:.1f}")
+            axes[1][column].axhline(long, color=INK, linewidth=0.6)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(HERE / "sfd.png")
+
+
+def way_of(run: dict[str, Any]) -> str:
+    """The five students of SFD are one way."""
+    return "sfd" if run["arm"][:-1] == "sfd" and run["arm"] != "sfdv" else run["arm"]
+
+
+def distances(runs: list[dict[str, Any]]) -> Found:
+    found: Found = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for who, values in run.get("distance", {}).items():
+            if who != "student" and run["seed"]:
+                continue  # the teacher's walks are those of the first seed's
+            for count, value in values.items():
+                found[way_of(run) if who == "student" else who][int(count)].append(value)
+    return found
+
+
+def qualities(runs: list[dict[str, Any]]) -> Found:
+    found: Found = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run["arm"] == "teacher":
+            rows = [(row, row["solver"]) for row in run["judged"]["few"]]
+            rows += [(row, "gits") for row in run["judged"]["gits"]]
+            for row, way in rows:
+                found[way][row["steps"]].append(frechet(row["values"]))
+        else:
+            for count, values in run["judged"].items():
+                found[way_of(run)][int(count)].append(frechet(values))
+    return found
+
+
+def frechet(values: dict[str, Any]) -> float:
+    (name,) = (name for name in values if name.startswith("FD"))
+    value = values[name]
+    return float(value["mean"] if isinstance(value, dict) else value)
+
+
+def teacher_at_length(runs: list[dict[str, Any]]) -> float | None:
+    found = [run for run in runs if run["arm"] == "teacher"]
+    return frechet(found[0]["judged"]["long"][0]["values"]) if found else None
+
+
+def table(found: Found) -> str:
+    """Means, with the standard deviation where there are several seeds."""
+    lines = ["| evaluations |" + "".join(f" {n} |" for n in COUNTS), "|---|" + "---|" * 5]
+    for way, (name, *_) in WAYS.items():
+        if found.get(way):
+            lines.append(f"| {name} |" + "".join(f" {spell(found[way].get(n))} |" for n in COUNTS))
+    return "\n".join(lines)
+
+
+def spell(values: list[float] | None) -> str:
+    if not values:
+        return ""
+    digits = 1 if fmean(values) > 5 else 3
+    spread = f" +- {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{spread}"
+
+
+def draw(axis: Any, found: Found) -> None:
+    for way, (name, colour, line) in WAYS.items():
+        counts = sorted(n for n in found.get(way, {}) if n in COUNTS)
+        if not counts:
+            continue
+        means = [fmean(found[way][n]) for n in counts]
+        axis.plot(counts, means, color=colour, linestyle=line, linewidth=1.4, label=name)
+        for n in counts:
+            axis.plot([n] * len(found[way][n]), found[way][n], ".", color=colour, markersize=4)
+    axis.set_yscale("log")
+    axis.set_xticks(list(COUNTS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""Features: what a diffusion model knows of an image, read from its activations.
+
+After "Not All Diffusion Model Activations Have Been Evaluated as Discriminative Features" (Meng et
+al. 2024, arXiv 2410.03558).
+
+| module | what it answers |
+|---|---|
+| `catalogue` | which activations a model has: id, module, stage, resolution, channels |
+| `extractor` | what they are for given images: `Extractor(denoiser, ids, sigma=...).extract(x)` |
+| `properties` | how noisy, fine and local each one is, without a task |
+| `selection` | which to take: published selections, the paper's rules, a gate by scores |
+| `probe` | which to take for labels at hand: forward selection with a linear probe |
+| `pca` | fewer channels: principal components of any number of images |
+"""
