@@ -232,7 +232,7 @@ def judged(folder: Path) -> list[dict[str, Any]]:
 
 def drawn(run: Path) -> Path:
     if taken_apart(run.name)[1] == "teacher":
-        return run / "long/samples.png"
+        return run / "few/evaluation.png"
     return max(list(students(run.name, run.parent))[-1].glob("samples/*.png"))
 
 

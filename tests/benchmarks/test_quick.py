@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         ("coupling", {"n", "step_share", "reduction"}),
         ("conditioning", {"control_overhead"}),
         ("sfd", {"overhead"}),
+        ("emd", {"overhead"}),
         ("features", {"early_stop_error", "hook_overhead", "memory_ratio"}),
     ],
 )

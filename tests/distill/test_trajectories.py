@@ -8,7 +8,14 @@ from distill.toys import three_on_a_circle
 from torch import nn
 
 from stillhouse.distill.grids import Native, Polynomial
-from stillhouse.distill.trajectories import Labels, Starts, Teacher, earlier_student, frozen
+from stillhouse.distill.trajectories import (
+    Kept,
+    Labels,
+    Starts,
+    Teacher,
+    earlier_student,
+    frozen,
+)
 from stillhouse.engine.world import World
 from stillhouse.process import EDM, Condition, Gaussian
 from stillhouse.solvers import (
@@ -128,3 +135,42 @@ def test_two_processes_share_the_batches_of_one():
         assert [share.state for share in shares] == [item.state] * 2
         assert item.state["images"] == int(item.batch.key[-1]) + 1
     assert int(one[0].batch.key[0]) == 24
+
+
+def test_starts_come_again_after_as_many_as_are_distinct():
+    starts, here = Starts((2,), seed=3, distinct=6), World(1, 2, torch.device("cpu"))
+    feed = starts.feed(0, 4, here)
+    keys = [next(feed).batch.key.tolist() for _ in range(4)]
+    assert keys == [[2, 3], [0, 1], [4, 5], [2, 3]]
+    again, once = starts.rows(torch.tensor([2, 3])), Starts((2,), seed=3).rows(torch.arange(4))
+    assert torch.equal(again.noise, once.noise[2:])
+
+
+def test_kept_trajectories_are_made_once(tmp_path):
+    kept, made = Kept(tmp_path / "walks"), []
+
+    def make():
+        made.append(1)
+        return [X + i for i in range(3)]
+
+    here = World(0, 1, torch.device("cpu"))
+    for _ in range(3):
+        found = kept(START.key, 4, make, here)
+        assert all(torch.equal(state, X + i) for i, state in enumerate(found))
+    assert len(made) == 1
+    kept(START.key, 5, make, here)
+    kept(START.key + 1, 4, make, here)
+    assert len(made) == 3
+
+
+def test_where_one_process_has_no_trajectories_all_make_theirs(tmp_path):
+    """Or those with a sharded teacher would wait for the others for ever."""
+
+    class Another(World):
+        def total(self, value):
+            return float(value) + 1  # of the other process, which was killed before it wrote
+
+    made, here = [], Another(0, 2, torch.device("cpu"))
+    for _ in range(2):
+        Kept(tmp_path)(START.key, 4, lambda: made.append(1) or [X], here)
+    assert len(made) == 2

@@ -9,8 +9,16 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+
+from stillhouse.engine.loop import Engine, LoopConfig
+from stillhouse.engine.updates import NetworkConfig
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
 
 SCRIPT = Path(__file__).with_name("toy_run.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -134,6 +142,32 @@ def test_a_run_of_nans_stops_with_advice():
     assert done.returncode != 0
     assert "4 updates of net in a row" in done.stderr
     assert "Lower the learning rate" in done.stderr
+
+
+def test_good_updates_do_not_hide_that_another_network_never_learns():
+    class Two:
+        """Of two networks, one has no finite loss, ever."""
+
+        def __init__(self):
+            self.networks = {"good": nn.Linear(1, 1), "bad": nn.Linear(1, 1)}
+
+        def modules(self):
+            return self.networks
+
+        def step(self, batch, engine):
+            engine.update("good", lambda x: (engine["good"](x)[:, 0], None), batch)
+            engine.update("bad", lambda x: (float("nan") * engine["bad"](x)[:, 0], None), batch)
+
+        def report(self):
+            return {}
+
+    config = LoopConfig(images=100, batch=2, max_skips=3)
+    networks = {name: NetworkConfig() for name in ("good", "bad")}
+    engine = Engine(Two(), config, networks, World(0, 1, torch.device("cpu")))
+    feed = (SimpleNamespace(batch=torch.ones(2, 1), state={}) for _ in range(50))
+    with pytest.raises(UserError, match="4 updates of bad in a row"):
+        engine.run(feed)
+    assert engine.images == 6
 
 
 @pytest.mark.slow

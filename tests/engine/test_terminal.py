@@ -195,6 +195,13 @@ def test_what_was_measured_is_told_with_its_name():
     assert "count" not in seen(live)
 
 
+def test_what_a_task_says_to_watch_is_shown():
+    live, _ = terminal(tty=True)
+    live.log(500, {"watch/spread": 0.51234, "student/loss": 2.0, "timestamps4/step1": 3.0})
+    assert re.search(r"spread +0\.5123 at 500 images", seen(live))
+    assert "step1" not in seen(live)
+
+
 def test_forced_colours_do_not_make_a_file_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

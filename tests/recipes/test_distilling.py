@@ -22,13 +22,19 @@ from stillhouse.pipelines import load_denoiser
 from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
 from stillhouse.process import Condition, KeyedNoise, starting_noise
 from stillhouse.recipes.distill.comparing import Comparison
-from stillhouse.recipes.distill.distilling import DistillRun, read_evaluations, run
+from stillhouse.recipes.distill.distilling import (
+    DistillRun,
+    prompts_digest,
+    read_evaluations,
+    run,
+)
 from stillhouse.recipes.distill.methods import ConsistencyConfig, ProgressiveConfig, Sfd, SfdV
 from stillhouse.recipes.distill.students import hearing_steps
 from stillhouse.recipes.distill.watching import StudentPreview
-from stillhouse.recipes.parts import ClassifierFree, Euler
+from stillhouse.recipes.parts import ClassifierFree, Euler, Heun, PolynomialGrid
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
+from stillhouse.recipes.train.folders import check_origins
 from stillhouse.solvers import sample_euler, sample_renoise
 
 EDM = {"_class_name": "EDMEulerScheduler", "sigma_data": 0.5}
@@ -115,9 +121,75 @@ def test_a_comparison_tells_distances_and_cost(teacher, tmp_path):
     card = (tmp_path / "run/model/README.md").read_text()
     assert f"| **student** | {found['distance']['student']['3']:.4f} |" in card
     assert f"| teacher, GITS | {found['distance']['gits']['3']:.4f} |" in card
-    assert "17 network evaluations per walk" in card
+    assert "17 network evaluations per image" in card
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", card):
         assert (tmp_path / "run/model" / picture).is_file()
+
+
+@pytest.mark.parametrize("method", [Sfd(refinement=2), SfdV(refinement=2)], ids=["sfd", "sfd-v"])
+def test_walks_that_come_again_are_kept_and_cost_nothing(method, teacher, tmp_path):
+    """The first two batches are the same lesson with and without; then they come again."""
+    settings = {"evaluations": "1..2" if method.told else "2", "images": 32}
+    once = method.model_copy(update={"walks": 8})
+    wanted = Comparison(count=2, steps=2, solvers=())
+    run(distilling(teacher, tmp_path / "kept", method=once, comparison=wanted, **settings))
+    run(distilling(teacher, tmp_path / "new", method=method, **settings))
+    kept, new = losses(tmp_path / "kept"), losses(tmp_path / "new")
+    if not method.told:  # whose numbers of steps are dealt in turn, where they are drawn otherwise
+        assert kept[:2] == new[:2]
+    assert kept[2:] != new[2:]
+    assert len(list((tmp_path / "kept/walks").iterdir())) == 2
+    found = json.loads((tmp_path / "kept/comparison.json").read_text())
+    steps = 1.5 if method.told else 2
+    assert found["evaluations_per_image"] == 2 * (steps + 1) * 8 / 32 + 3 * steps
+    odd = method.model_copy(update={"walks": 7})
+    with pytest.raises(UserError, match="no multiple of the batch"):
+        run(distilling(teacher, tmp_path / "odd", method=odd, **settings))
+
+
+def test_kept_walks_deal_the_numbers_of_steps_in_turn(teacher, tmp_path):
+    method = SfdV(refinement=1, walks=8)
+    run(distilling(teacher, tmp_path / "run", method=method, evaluations="1..2", images=16))
+    kept = sorted(file.stem for file in (tmp_path / "run/walks").iterdir())
+    assert kept == ["000000000-000000003-3", "000000004-000000007-4"]
+    few = distilling(teacher, tmp_path / "few", method=method, evaluations="1..3")
+    with pytest.raises(UserError, match="makes 12"):
+        run(few)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"guidance": ClassifierFree(weight=2.0)}, "leave --guidance out"),
+        ({"solver": Heun()}, "leave --solver out"),
+        ({"grid": PolynomialGrid()}, "leave --grid out"),
+    ],
+)
+def test_what_a_student_has_learnt_is_not_asked_for_again(asked, sentence, tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=9)
+    guidance = ClassifierFree(weight=2.0)
+    run(distilling(teacher, tmp_path / "run", guidance=guidance, null_label=8))
+    student = SampleRun(model=str(tmp_path / "run/model"), null_label=8, count=2, **asked)
+    with pytest.raises(UserError, match=sentence):
+        sample(student.model_copy(update={"out": tmp_path / "drawn"}))
+
+
+def test_a_share_that_hears_nothing_needs_a_nothing(tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
+    with pytest.raises(UserError, match="give --null-label, or leave --drop out"):
+        run(distilling(teacher, tmp_path / "run", drop=0.5))
+
+
+def test_other_prompts_of_the_same_name_are_another_run(teacher, tmp_path):
+    (tmp_path / "prompts.txt").write_text("red\nblue\n")
+    before = prompts_digest(distilling(teacher, tmp_path, prompts=str(tmp_path / "prompts.txt")))
+    (tmp_path / "prompts.txt").write_text("red\ngreen\n")
+    after = prompts_digest(distilling(teacher, tmp_path, prompts=str(tmp_path / "prompts.txt")))
+    assert before != after
+    check_origins(tmp_path, {"prompts": after})  # where nothing is known
+    (tmp_path / "run.json").write_text(json.dumps({"config": {}, "prompts": before}))
+    with pytest.raises(UserError, match="distilled on other prompts"):
+        check_origins(tmp_path, {"prompts": after})
 
 
 def test_a_comparison_of_the_teacher_with_itself_finds_no_distance(teacher, tmp_path):

@@ -1,15 +1,19 @@
 """`stillhouse distill MODEL`: see `recipes/distill/distilling.py`."""
 
 import os
+import re
 from collections.abc import Sequence
+
+FLAG = re.compile(r"--method(\.kind)?(=|$)")
 
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.distill.distilling import DistillRun, run
+    from stillhouse.recipes.distill.distilling import run, usual
 
+    words = [re.sub(r"^--langevin(?=$|=)", "--method.langevin", word) for word in words]
     config = parse(
-        DistillRun(),
+        usual(method_of(words)),
         words,
         prog="stillhouse distill",
         description="Distil a checkpoint into a student of few evaluations, without data. The same "
@@ -19,3 +23,10 @@ def main(words: Sequence[str]) -> None:
     config = run(config)
     if os.environ.get("RANK", "0") == "0":
         print(f"the student is in {config.out / 'model'}; its pictures in {config.out / 'samples'}")
+
+
+def method_of(words: Sequence[str]) -> str:
+    """The last that is named, or none."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    found = [word.partition("=")[2] or after for word, after in pairs if FLAG.match(word)]
+    return found[-1] if found else ""

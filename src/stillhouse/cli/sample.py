@@ -1,5 +1,6 @@
 """`stillhouse sample MODEL`: see `recipes/sampling.py`."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -9,11 +10,16 @@ def main(words: Sequence[str]) -> None:
 
     config = parse(
         SampleRun(),
-        words,
+        [re.sub(r"^--correct(?=$|=)", "--correct.steps", word) for word in words],
         prog="stillhouse sample",
         description="Draw samples from a diffusers checkpoint, or from toy:moons and its like.",
         positional=("model",),
     )
+    if config.correct.steps:
+        from stillhouse.recipes.distill.correcting import run as correct
+
+        print(f"{config.count} samples before and after: see {correct(config)}")
+        return
     record = run(config)
     if "evaluations_per_sample" in record:  # the first process, which writes the record
         picture = next(p for p in ("trajectories.png", "grid.png") if (config.out / p).is_file())

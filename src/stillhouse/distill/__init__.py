@@ -7,4 +7,5 @@
 | of an `earlier_student` | the second stage: in one evaluation | | |
 | `Progressive` | takes two of its teacher's Euler steps in one | no data | Salimans & Ho 2022 |
 | `ConsistencyDistillation` | says where its teacher's walk ends | no data | Song et al. 2023 |
+| `Matching`, by one of `emd.METHODS` | draws what its teacher does in one step | no data | there |
 """

@@ -7,6 +7,7 @@ the first step is analytical (AFS). A teacher with refinement K walks K steps fo
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stillhouse.errors import UserError
@@ -76,6 +77,24 @@ class Native:
 
     def start(self, noise: Tensor, sigma: float) -> Tensor:
         return self.scaling.start(noise, sigma)
+
+
+@dataclass(frozen=True)
+class Single:
+    """From one level to 0, where the answer is the denoiser's own: one-step generators."""
+
+    sigma: float
+
+    def student(self, timestamps: int) -> Tensor:
+        if timestamps != 2:
+            raise UserError("a one-step generator is evaluated once: it knows no other walk")
+        return torch.tensor([self.sigma, 0.0], dtype=torch.float64)
+
+    def teacher(self, timestamps: int, refinement: int) -> Tensor:
+        raise UserError("a one-step generator follows no walk: there is none to refine")
+
+    def start(self, noise: Tensor, sigma: float) -> Tensor:
+        return sigma * noise
 
 
 def evaluations_of(timestamps: int, *, afs: bool) -> int:

@@ -10,7 +10,7 @@ errors, and no gradient crosses steps. With AFS the first step is analytical and
 SFD-v draws the number of timestamps anew for each batch and tells the student.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stillhouse.distill.grids import Grids, evaluations_of
 from stillhouse.distill.trajectories import (
     Evaluations,
+    Kept,
     Start,
     Trajectories,
     walk_evaluations,
@@ -84,6 +85,7 @@ class SFD:
     told: bool = False  # whether the student is told the number of timestamps
     distance: Distance = l1
     perceptual: Callable[[Tensor, Tensor], Tensor] | None = None  # [B], added at the last step
+    kept: Kept | None = None  # where trajectories are kept, if starts come again
     losses: dict[str, list[Tensor]] = field(default_factory=dict)  # since the last log line
 
     def __post_init__(self) -> None:
@@ -104,15 +106,25 @@ class SFD:
         return {NAME: self.student}
 
     def timestamps_at(self, images: int) -> int:
-        """How many there are in the batch after `images`: the same on every process."""
+        """How many there are in the batch that begins with this key: the same on every process."""
         drawn = float(keyed_uniform([images], seed=self.seed, purpose="distill/timestamps"))
         return self.timestamps[int(drawn * len(self.timestamps))]
 
+    def _timestamps_of(self, batch: Start) -> int:
+        """By the first row of the whole batch: starts that come again have the same number."""
+        share = len(batch.key)
+        first = int(batch.key[0]) - self.world.rank * share
+        if self.kept is None:
+            return self.timestamps_at(first)
+        # In turn: of few batches, chance might leave a number out for good.
+        return self.timestamps[first // (share * self.world.size) % len(self.timestamps)]
+
     def step(self, batch: Start, engine: Engine) -> None:
-        start, count = batch.to(self.world.device), self.timestamps_at(engine.images)
+        start = batch.to(self.world.device)
+        count = self._timestamps_of(batch)
         grid: list[float] = self.grids.student(count).tolist()
         x = self.grids.start(start.noise, grid[0])
-        goals = self.trajectories(x, count, start.condition)
+        goals = self._goals(batch.key, x, count, start.condition)
         cond = with_steps(start.condition, count, x) if self.told else start.condition
         for i, (ends, goal) in enumerate(zip(pairwise(grid), goals, strict=True)):
             if i == 0 and self.afs:
@@ -123,6 +135,14 @@ class SFD:
             if engine.skips_in_a_row:  # on every process; what follows would not be finite either
                 return
             self.losses.setdefault(f"timestamps{count}/step{i}", []).append(per_sample)
+
+    def _goals(
+        self, key: Tensor, x: Tensor, count: int, cond: Condition | None
+    ) -> Sequence[Tensor]:
+        if self.kept is None:
+            return self.trajectories(x, count, cond)
+        found = self.kept(key, count, lambda: self.trajectories(x, count, cond), self.world)
+        return [state.to(x.device) for state in found]
 
     def _loss(self, engine: Engine, sigma: float, sigma_next: float, *, last: bool) -> Loss:
         denoiser: Any = engine[NAME]

@@ -7,13 +7,16 @@ run with Euler, is a teacher like any other (`earlier_student`).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from stillhouse.distill.grids import Grids
 from stillhouse.engine.world import World
+from stillhouse.files import write_whole
 from stillhouse.process import Condition, Denoiser, Record, keyed_normal, keyed_uniform
 from stillhouse.solvers import Counted, Progress, sample_dpmpp_3m, sample_euler
 
@@ -64,6 +67,7 @@ class Starts:
     shape: tuple[int, ...]
     seed: int
     conditions: Callable[[Tensor], Condition | None] = no_condition
+    distinct: int = 0  # after so many starts the first comes again; 0: they never do
 
     def rows(self, key: Tensor) -> Start:
         noise = keyed_normal(self.shape, key, seed=self.seed, purpose="distill/start")
@@ -75,7 +79,9 @@ class Starts:
         while True:
             first = images + world.rank * share
             images += batch
-            yield Item(self.rows(torch.arange(first, first + share)), {"images": images})
+            key = torch.arange(first, first + share)
+            key = key % self.distinct if self.distinct else key
+            yield Item(self.rows(key), {"images": images})
 
 
 # ---------------------------------------------------------------- teachers
@@ -116,6 +122,33 @@ class Teacher:
         return states
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Trajectories on disk: what starts that come again would need anew is computed once.
+
+    A file is known by the keys of its rows and the number of timestamps, so that any number of
+    processes finds its own; the folder belongs to one teacher, grid and list of starts.
+    """
+
+    folder: Path
+
+    def __call__(
+        self, key: Tensor, timestamps: int, make: Callable[[], Sequence[Tensor]], world: World
+    ) -> list[Tensor]:
+        """Those of the rows with these keys: read, or made and written.
+
+        If one process has none, all make theirs: a sharded teacher answers all or nobody.
+        """
+        first, last = int(key[0]), int(key[-1])
+        file = self.folder / f"{first:09d}-{last:09d}-{timestamps}.safetensors"
+        if world.total(not file.is_file()):
+            made = {str(i): state.cpu() for i, state in enumerate(make())}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(file, save(made))
+        found = load(file.read_bytes())
+        return [found[str(i)] for i in range(len(found))]
+
+
 def earlier_student(
     student: Denoiser, grids: Grids, refinement: int = 3, *, afs: bool, told: bool
 ) -> Teacher:
@@ -144,9 +177,12 @@ class Evaluations(NamedTuple):
     student: float  # forward passes, with those of backward
     backward: float  # of the student
 
-    def total(self, calls: int = 1) -> float:
-        """A backward pass is two forward ones; `calls` of its network make a teacher's one."""
-        return calls * self.teacher + self.student + 2 * self.backward
+    def total(self, calls: int = 1, made: float = 1.0) -> float:
+        """A backward pass is two forward ones; `calls` of its network make a teacher's one.
+
+        `made`: the share of the teacher's walks that are made, where others come again.
+        """
+        return calls * made * self.teacher + self.student + 2 * self.backward
 
 
 def walk_evaluations(trajectories: Trajectories, timestamps: int) -> int:

@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from stillhouse.distill.grids import SIGMA_MIN, Grids, Native, Polynomial, timestamps_for
+from stillhouse.distill.grids import SIGMA_MIN, Grids, Native, Polynomial, Single, timestamps_for
 from stillhouse.distill.trajectories import with_steps
 from stillhouse.errors import UserError
 from stillhouse.process import Condition, Scaling
 
-GridKind = Literal["polynomial", "native"]
+GridKind = Literal["polynomial", "native", "single"]
 StepKind = Literal["euler", "renoise"]
 
 
@@ -28,8 +28,8 @@ class FewSteps:
     afs: bool = True  # the first step is analytical and needs no evaluation
     told: bool = False  # how many timestamps there are
     grid: GridKind = "polynomial"
-    sigma_min: float = SIGMA_MIN  # these two of a polynomial grid alone
-    sigma_max: float = 80.0
+    sigma_min: float = SIGMA_MIN  # of a polynomial grid alone
+    sigma_max: float = 80.0  # of a polynomial grid; of a single step, the level that it begins at
     rho: float = 7.0
     guidance: dict[str, Any] | None = None  # what the teacher was guided by: it is in the weights
 
@@ -43,6 +43,8 @@ class FewSteps:
     def grids(self, scaling: Scaling) -> Grids:
         if self.grid == "native":
             return Native(scaling, self.rho)
+        if self.grid == "single":
+            return Single(self.sigma_max)
         return Polynomial(self.sigma_min, self.sigma_max, self.rho)
 
     def timestamps(self, evaluations: int) -> int:

@@ -137,6 +137,7 @@ class Engine:
         self.task, self.config, self.world = task, config, world
         self.store, self.trackers, self.hooks = store, trackers, hooks
         self.images, self.skips_in_a_row = 0, 0
+        self.bad_batches, self._skipped_here = 0, False  # in a row; whether this one is
         self._saved: int | None = None
         self._stop = self.stopped = False
         self.position: dict[str, Any] = {}  # of this process, after its last batch
@@ -171,6 +172,7 @@ class Engine:
 
     def _skipped(self, name: str, update: Update) -> None:
         self.skips_in_a_row += 1
+        self._skipped_here = True
         ids = getattr(self._batch, "ids", None)
         ids = [] if ids is None else ids.tolist()
         event = {
@@ -181,9 +183,11 @@ class Engine:
         }
         # Under the count that this step will reach: a resume from before it forgets the line.
         self.log(event, self.images + self.config.batch)
-        if self.skips_in_a_row > self.config.max_skips:
+        # Where a batch makes several updates, good ones between the bad must not hide them.
+        bad = max(self.skips_in_a_row, self.bad_batches + 1)
+        if bad > self.config.max_skips:
             raise UserError(
-                f"{self.skips_in_a_row} updates of {name} in a row had a loss or gradient that is "
+                f"{bad} updates of {name} in a row had a loss or gradient that is "
                 "not finite. Lower the learning rate, clip the gradient, or use fp32; the sample "
                 "ids are in the log."
             )
@@ -254,8 +258,9 @@ class Engine:
     def _step(self, item: Item) -> None:
         # What is random inside a network (dropout) is keyed by (seed, step, rank).
         self.world.seed(hash((self.config.seed, self.images, self.world.rank)) & (2**63 - 1))
-        self._batch = item.batch
+        self._batch, self._skipped_here = item.batch, False
         self.task.step(item.batch, self)
+        self.bad_batches = self.bad_batches + 1 if self._skipped_here else 0
         self.images += self.config.batch
         self.position = item.state
         for trained in self.networks.values():
@@ -301,6 +306,7 @@ class Engine:
         values = {
             "images": self.images,
             "skips_in_a_row": self.skips_in_a_row,
+            "bad_batches": self.bad_batches,
             "config": self.config.model_dump(mode="json"),
         }
         self.store.save(self.images, self.tensors(), values, {"position": self.position})
@@ -323,6 +329,7 @@ class Engine:
             trained.averages.load_state_dict(tensors[name]["averages"])
         self.images = self._saved = values["images"]
         self.skips_in_a_row = values["skips_in_a_row"]
+        self.bad_batches = values.get("bad_batches", 0)
         return True
 
 

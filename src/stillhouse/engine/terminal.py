@@ -255,10 +255,13 @@ def by_network(values: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation has measured, without how it was done."""
-    start, skipped = "evaluation/", ("evaluation/count", "evaluation/about")
-    names = (name for name in values if name.startswith(start) and name not in skipped)
-    return {name.removeprefix(start): values[name] for name in names if values[name] is not None}
+    """What an evaluation has measured, without how it was done; what a task says to watch."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        start, _, rest = name.partition("/")
+        if start in ("evaluation", "watch") and rest not in ("", "count", "about"):
+            found |= {} if value is None else {rest: value}
+    return found
 
 
 def plain_losses(values: Mapping[str, Any]) -> Iterator[str]:

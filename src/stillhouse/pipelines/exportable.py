@@ -19,6 +19,10 @@ divides the T timesteps. For other n, `DPMSolverMultistepScheduler` of first ord
 (in a `DDPMPipeline`, where DDIM's takes no other). Where the signal of the first timestep vanishes,
 all schedulers but DDIM put a level of 4096 in its place: there DDIM is taken in every pipeline.
 
+A one-step generator begins at a level of its own, so its scheduler is that of a process which ends
+there: EDM's `sigma_max`, or as many of the betas as lead to that timestep. Flow has no such end,
+as its schedulers begin at pure noise.
+
 Pipelines begin with unit noise times their scheduler's `init_noise_sigma`, for Euler sigma and for
 EDM sqrt(1 + sigma^2), where ours is sqrt(1 + sigma^2) and sigma: give them `latents` to begin with
 the same state. The others begin as we do.
@@ -29,6 +33,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from stillhouse.distill.walks import FewSteps
@@ -89,6 +94,26 @@ def exportable_scheduler(
     return {**vp, "timestep_spacing": "trailing", **_discrete(config)}
 
 
+def ending_at(config: Mapping[str, Any], sigma: float) -> dict[str, Any]:
+    """The scheduler of the same process, up to the level of it that is nearest to `sigma`."""
+    scaling = read_schedule(config).scaling
+    if isinstance(scaling, EDM):
+        return {**exportable_scheduler(config), "sigma_max": sigma}
+    if not isinstance(scaling, VP):
+        raise _refused("one step of a flow from anywhere but pure noise")
+    count = int(scaling.time_at(torch.tensor(sigma, dtype=torch.float64)).round()) + 1
+    abar = scaling.alphas_cumprod[:count]
+    steps = 1 - abar / torch.cat([abar.new_ones(1), abar[:-1]])
+    kept = _discrete(config)
+    return {
+        **{key: value for key, value in config.items() if key not in BETAS},
+        "num_train_timesteps": count,
+        "prediction_type": kept["prediction_type"],
+        "rescale_betas_zero_snr": False,  # they are as they were rescaled
+        "trained_betas": steps.tolist(),
+    }
+
+
 def _discrete(config: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of a discrete process, as any of its schedulers takes it."""
     import diffusers
@@ -138,6 +163,8 @@ def plain_pipeline(source: Path, network: DiffusersNetwork, walk: FewSteps) -> P
     _check_walk(walk)
     files = checkpoint_files(source)
     config = read_json(files["scheduler"][0])
+    if walk.grid == "single":
+        config = ending_at(config, walk.sigma_max)
     scaling = read_schedule(config).scaling
     if network.conditioning is not None:
         raise _refused("a network that is told more than its class of diffusers takes")
@@ -177,7 +204,7 @@ def _of_pixels(
 
 def _check_walk(walk: FewSteps) -> None:
     strange = {
-        f"the {walk.grid} grid": walk.grid != "native",
+        f"the {walk.grid} grid": walk.grid not in ("native", "single"),
         "an analytical first step": walk.afs,
         "being told the number of steps": walk.told,
         f"steps of the kind {walk.step}": walk.step != "euler",

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from stillhouse import __version__
+from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.world import World, world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
@@ -40,7 +41,22 @@ from stillhouse.recipes.subjects import Subject, Wish, load_subject
 from stillhouse.solvers import Counted, Progress, search_grid
 
 RECORD = "record.json"
+TAUGHT: dict[str, tuple[Any, ...]] = {  # what a student's runs are recorded with
+    "solver": (Euler(afs=True), Euler(), Renoise()),
+    "grid": (),
+}
 STEPS = 10  # of a walk, unless something else is asked for
+
+
+class Correction(Config):
+    """Langevin steps on the samples of a one-step generator: see `distill/correcting.py`."""
+
+    steps: NonNegativeInt = 0
+    """--correct N is short for --correct.steps N; pictures before and after are all it makes."""
+    level: PositiveFloat = 1.0
+    """The noise level at which teacher and fake score are compared."""
+    noise_step: Annotated[float, Field(gt=0, lt=1)] = 0.16
+    latent_step: NonNegativeFloat = 1e-4
 
 
 class SampleRun(Config):
@@ -71,6 +87,7 @@ class SampleRun(Config):
     """How it is framed, as name=value (--control style=noto height=512), where it takes that."""
     prompt_encoder: str = ""
     """Folder or hub id of the model's text encoder, if it is not where the model says."""
+    correct: Correction = Correction()
     out: Path = Path("samples")
     """Where images, grid.png and record.json go."""
     tensors: bool = False
@@ -121,10 +138,21 @@ def walked(config: SampleRun, subject: Subject) -> SampleRun:
     walk = subject.walk
     if walk is None:
         return config.model_copy(update={"steps": config.step_count})
+    check_student(config, walk)
     steps = config.steps or max(walk.evaluations)
     walk.timestamps(steps)  # or it is refused
     taught = Euler(afs=walk.afs) if walk.step == "euler" else Renoise()
     return config.model_copy(update={"steps": steps, "solver": taught, "grid": NativeGrid()})
+
+
+def check_student(config: SampleRun, walk: FewSteps) -> None:
+    """What a student has learnt is not to be asked for again, or otherwise."""
+    if walk.guidance is not None and not isinstance(config.guidance, NoGuidance):
+        raise UserError(f"{config.model} has learnt its teacher's guidance: leave --guidance out")
+    usual = {name: SampleRun.model_fields[name].default for name in ("solver", "grid")}
+    for name, value in usual.items():
+        if getattr(config, name) not in (value, *TAUGHT[name]):
+            raise UserError(f"{config.model} walks as it was taught to: leave --{name} out")
 
 
 def build_grid(config: SampleRun, subject: Subject, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from stillhouse.files import write_whole
+from stillhouse.recipes.distill.generators import Matched
 
 if TYPE_CHECKING:
     from stillhouse.recipes.distill.distilling import DistillRun
@@ -15,24 +16,38 @@ def write_card(config: "DistillRun", record: dict[str, Any]) -> None:
     """README.md in the student's folder, with the run's last picture and its comparison."""
     folder = config.out / "model"
     shutil.copyfile(max((config.out / "samples").glob("*.png")), folder / "samples.png")
-    shutil.copyfile(config.out / "comparison.png", folder / "comparison.png")
+    if not isinstance(config.method, Matched):
+        shutil.copyfile(config.out / "comparison.png", folder / "comparison.png")
     write_whole(folder / "README.md", spell_card(config, record).encode())
 
 
 def spell_card(config: "DistillRun", record: dict[str, Any]) -> str:
+    generator = isinstance(config.method, Matched)
+    numbers = ", ".join(map(str, record["distance"]["student"]))
+    parts = [
+        "---\nlibrary_name: diffusers\ntags: [stillhouse, diffusion, distillation]\n---",
+        "# A one-step generator" if generator else "# A student of few evaluations",
+        "![Samples](samples.png)",
+        f"*First row: the teacher, {config.preview.steps} evaluations. Below: the student with "
+        f"{numbers}, from the same noise; not chosen.*",
+        *(tell_generator(config, record) if generator else tell_walks(config, record)),
+        f"Cost: {record['evaluations_per_image']:g} network evaluations per image, a backward pass "
+        f"counted as two, {record['evaluations'] / 1e6:.2f} million in all. The whole config is in "
+        "the metadata of the weights.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
+    """Of a student that takes its teacher's walks: how near it comes to where they end."""
     counts = list(record["distance"]["student"])
+    numbers = ", ".join(map(str, counts))
     head = ["| evaluations |", *(f" {n} |" for n in counts)]
     table = ["".join(head), "|---|" + "---|" * len(counts)]
     for name, values in record["distance"].items():
         label = "**student**" if name == "student" else NAMES.get(name, f"teacher, {name}")
         table.append("".join([f"| {label} |", *(f" {values[n]:.4f} |" for n in counts)]))
-    numbers = ", ".join(map(str, counts))
-    parts = [
-        "---\nlibrary_name: diffusers\ntags: [stillhouse, diffusion, distillation]\n---",
-        "# A student of few evaluations",
-        "![Samples](samples.png)",
-        f"*First row: the teacher, {config.preview.steps} evaluations. Below: the student with "
-        f"{numbers}, from the same noise; not chosen.*",
+    return [
         f"Distilled by `{config.method.kind}` on {record['images']:,} walks, without data. It "
         f"takes {numbers} evaluations and no other number; `stillhouse sample` and "
         "`stillhouse.pipelines.FewStepPipeline` read how from `few_steps.json`.",
@@ -40,8 +55,18 @@ def spell_card(config: "DistillRun", record: dict[str, Any]) -> str:
         f"same noise, images in [-1, 1], {record['count']} samples of one seed:",
         "\n".join(table),
         "![Distances](comparison.png)",
-        f"Cost: {record['evaluations_per_image']:g} network evaluations per walk, a backward pass "
-        f"counted as two, {record['evaluations'] / 1e6:.2f} million in all. The whole config is in "
-        "the metadata of the weights.",
     ]
-    return "\n\n".join(parts) + "\n"
+
+
+def tell_generator(config: "DistillRun", record: dict[str, Any]) -> list[str]:
+    """Of one that draws what its teacher draws, but not from the same noise."""
+    spread = record["spread"]
+    return [
+        f"Distilled by `{config.method.kind}` on {record['images']:,} samples of its own, without "
+        f"data. It answers at noise level {record['start']:g} and no other; `stillhouse sample` "
+        "and `stillhouse.pipelines.FewStepPipeline` read that from `few_steps.json`.",
+        f"Spread of {record['count']} samples (standard deviation of a pixel in [-1, 1]): "
+        f"{spread['student'][1]:.3f}, of the teacher's {record['teacher_steps']} steps "
+        f"{spread['teacher']:.3f}. Much less than the teacher's would mean that it has lost some "
+        "of what its teacher draws; `stillhouse evaluate` measures recall.",
+    ]

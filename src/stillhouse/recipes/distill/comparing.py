@@ -59,19 +59,25 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
     rows: dict[str, dict[int, float]] = {}
     with engine.networks[NAME].evaluating(config.shown) as network:
         student = as_student(subject, network, walk)
-        rows["student"] = {n: distance(drawn(student, steps=n), goal) for n in counts}
+        found = {n: drawn(student, steps=n) for n in counts}
+    rows["student"] = {n: distance(found[n], goal) for n in counts}
+    spreads = {"teacher": spread(goal), "student": {n: spread(found[n]) for n in counts}}
     # A teacher that is a student itself knows its own walks alone.
     for name in wanted.solvers if subject.walk is None else ():
         search = searched(wanted, subject, counts, engine) if name == GITS else {}
         how = solver("ipndm" if name == GITS else name)
         found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
         rows[name] = {n: distance(found[n], goal) for n in counts}
-    cost = engine.task.evaluations_per_image.total(config.guidance.calls)  # type: ignore[attr-defined]
+    each = engine.task.evaluations_per_image  # type: ignore[attr-defined]
+    walks = getattr(config.method, "walks", 0) or engine.images
+    cost = each.total(config.guidance.calls, min(1.0, walks / engine.images))
     record = {
         "distance": rows,
+        "spread": spreads,
         "count": wanted.count,
         "teacher_steps": steps,
         "images": engine.images,
+        "start": walk.sigma_max,
         "evaluations_per_image": cost,
         "evaluations": cost * engine.images,
     }
@@ -97,6 +103,11 @@ def searched(
 
 def distance(found: Tensor, goal: Tensor) -> float:
     return float((found.double() - goal.double()).square().mean().sqrt())
+
+
+def spread(found: Tensor) -> float:
+    """The standard deviation of an element over samples, root mean square of all elements."""
+    return float(found.double().var(0, correction=0).mean().sqrt())
 
 
 def plot(record: dict[str, Any], config: "DistillRun") -> None:

@@ -9,27 +9,38 @@ Running the same command again resumes; any number of processes, under torchrun.
 
 import re
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from stillhouse.distill.matching import SCORE
 from stillhouse.distill.progressive import halvings
 from stillhouse.distill.trajectories import Starts
 from stillhouse.distill.walks import FewSteps
+from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.loop import Engine, Hook
 from stillhouse.engine.optimisers import AdamW, Optimiser, Steps
+from stillhouse.engine.updates import NetworkConfig
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.files import fingerprint
 from stillhouse.pipelines import checkpoint_files
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.comparing import Comparison, compare
-from stillhouse.recipes.distill.methods import Lesson, Method, ProgressiveConfig, SfdV, Wanted
+from stillhouse.recipes.distill.generators import GENERATORS, Matched
+from stillhouse.recipes.distill.lessons import Lesson, Wanted
+from stillhouse.recipes.distill.methods import Method, ProgressiveConfig, SfdV
 from stillhouse.recipes.distill.students import Source, load_source, load_student
-from stillhouse.recipes.distill.told import Conditions
-from stillhouse.recipes.distill.watching import StudentDrawer, StudentExporter, StudentPreview
+from stillhouse.recipes.distill.told import Conditions, find_prompts
+from stillhouse.recipes.distill.watching import (
+    ScoreExporter,
+    StudentDrawer,
+    StudentExporter,
+    StudentPreview,
+)
 from stillhouse.recipes.parts import Guidance, NoGuidance
 from stillhouse.recipes.train.folders import write_record
 from stillhouse.recipes.train.sessions import (
@@ -87,6 +98,18 @@ class DistillRun(LongRun):
     out: Path = Path("runs/student")
 
 
+def usual(method: str) -> DistillRun:
+    """The settings that a method begins with: those of its paper, where they differ."""
+    if method not in GENERATORS:
+        return DistillRun()
+    return DistillRun(
+        evaluations="1",
+        optim=AdamW(lr=2e-6, betas=(0.0, 0.99)),
+        averages=(HalfLife(images=20_000),),
+        comparison=Comparison(solvers=()),
+    )
+
+
 def run(config: DistillRun) -> DistillRun:
     """Distils to the end, from the last checkpoint where there is one; returns the last stage."""
     stages = stages_of(config)
@@ -131,7 +154,7 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         engine = Engine(
             task,
             config,
-            {name: config.network_config(here) for name in task.modules()},
+            {name: network_config(config, name, here) for name in task.modules()},
             here,
             store=store,
             trackers=build_trackers(config, here, stack),
@@ -140,19 +163,41 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         if found is not None:
             engine.resume(found)
         parameters = sum(p.numel() for p in student.parameters())
-        origins = {"teacher": teacher_digest(source)}
+        origins = {"teacher": teacher_digest(source), "prompts": prompts_digest(config)}
         here.first(lambda: write_record(config, parameters, origins))
         conditions = Conditions(source.subject, config.seed, config.drop)
-        starts = Starts(source.subject.shape, config.seed, conditions)
+        starts = Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
         feed = starts.feed(engine.images, config.batch, here)
         looked = [] if found else [hook for _, hook in hooks if isinstance(hook, StudentDrawer)]
         with stopping(engine, caught):
             engine.run(feed, opening(here, [] if found is None else found.skipped), looked)
         if engine.stopped:
-            build_exporter(config, source, student, walk)(engine)
+            for _, hook in hooks:
+                if not isinstance(hook, StudentDrawer):
+                    hook(engine)
         else:
             compare(config, source, engine, walk)
     return engine.images
+
+
+def distinct_walks(config: DistillRun) -> int:
+    """How many walks of the teacher are made; 0: one for every image."""
+    walks = getattr(config.method, "walks", 0)
+    if walks % config.batch:
+        raise UserError(f"--method.walks {walks} is no multiple of the batch of {config.batch}")
+    least = config.batch * len(read_evaluations(config.evaluations))
+    if 0 < walks < least:
+        raise UserError(f"--method.walks {walks}: a batch for each number of steps makes {least}")
+    return walks
+
+
+def network_config(config: DistillRun, name: str, here: World) -> NetworkConfig:
+    """A fake score learns faster than the generator, and is never averaged."""
+    found, method = config.network_config(here), config.method
+    if name != SCORE or not isinstance(method, Matched):
+        return found
+    optimiser = found.optimiser.model_copy(update={"lr": method.score_rate * found.optimiser.lr})
+    return found.model_copy(update={"optimiser": optimiser, "averages": ()})
 
 
 def read_evaluations(words: str) -> tuple[int, ...]:
@@ -182,7 +227,20 @@ def lesson(
     earlier = source.subject.walk
     if earlier is not None and not isinstance(config.guidance, NoGuidance):
         raise UserError("the teacher is a student already: leave --guidance out")
-    return Lesson(student, source.subject.denoiser, walk, earlier, here, config.seed)
+    if config.adapters and isinstance(config.method, Matched):
+        raise UserError("a one-step generator learns all of its weights: leave --adapters out")
+    bare = source.subject.bare
+    assert bare is not None
+    return Lesson(
+        student,
+        source.subject.denoiser,
+        bare.scaling,
+        walk,
+        earlier,
+        here,
+        config.seed,
+        config.out,
+    )
 
 
 def build_hooks(
@@ -190,7 +248,14 @@ def build_hooks(
 ) -> list[tuple[int, Hook]]:
     drawer = StudentDrawer(config.preview, source, walk, config.shown, config.out)
     exporter = build_exporter(config, source, student, walk)
-    return [(config.preview.every, drawer), (config.checkpoint_every, exporter)]
+    hooks: list[tuple[int, Hook]] = [
+        (config.preview.every, drawer),
+        (config.checkpoint_every, exporter),
+    ]
+    if isinstance(config.method, Matched) and not source.pipeline:
+        score = ScoreExporter(source, student, config.out / "score")
+        hooks.append((config.checkpoint_every, score))
+    return hooks
 
 
 def build_exporter(
@@ -200,6 +265,12 @@ def build_exporter(
     elsewhere = {"out", "checkpoints", "device", "model", "trackers", "preview", "comparison"}
     facts = {"config": config.model_dump(mode="json", exclude=elsewhere)}
     return StudentExporter(config, source, student, walk, facts)
+
+
+def prompts_digest(config: DistillRun) -> str:
+    """Of the prompts themselves: a file of the same name may say something else by now."""
+    prompts = find_prompts(config.prompts, config.prompt_column)
+    return sha256("\n".join(prompts).encode()).hexdigest()
 
 
 def teacher_digest(source: Source) -> str:

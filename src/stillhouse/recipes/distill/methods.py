@@ -6,13 +6,13 @@
 | `sfd-v` | the same, told how many steps there are | `SFD` |
 | `progressive` | take two steps of the teacher in one, again and again | `Progressive` |
 | `consistency` | say where a walk ends, with noise anew in between | `ConsistencyDistillation` |
+| `emd` and its family | draw in one step: see `generators.py` | `Matching` |
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, autocast
 from torch.nn.functional import interpolate
 
@@ -21,43 +21,17 @@ from stillhouse.distill.consistency import ConsistencyDistillation
 from stillhouse.distill.grids import evaluations_of, timestamps_for
 from stillhouse.distill.progressive import Progressive
 from stillhouse.distill.sfd import DISTANCES, SFD
-from stillhouse.distill.trajectories import Teacher, earlier_student
+from stillhouse.distill.trajectories import Kept, Teacher, earlier_student
 from stillhouse.distill.walks import FewSteps
-from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.metrics.perceptual import Lpips
-from stillhouse.process import SIGMA_CAP, Denoiser, NetworkDenoiser, Scaling
+from stillhouse.process import SIGMA_CAP
+from stillhouse.recipes.distill.generators import Emd, FDistill, ReverseKL, SidConfig
+from stillhouse.recipes.distill.lessons import Lesson, Wanted
 from stillhouse.recipes.parts import Dpmpp3M, Solver
 from stillhouse.solvers import sample_euler, sample_heun
 
 START = 80.0  # the first level of students of a process whose own is infinite
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """What a task is made of."""
-
-    student: NetworkDenoiser
-    teacher: Denoiser  # guided, where guidance is to be learnt
-    walk: FewSteps  # of the student
-    earlier: FewSteps | None  # of the teacher, where it is a student itself
-    world: World
-    seed: int
-
-    @property
-    def scaling(self) -> Scaling:
-        return self.student.scaling
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is asked of a student before there is one."""
-
-    scaling: Scaling  # of its teacher
-    evaluations: tuple[int, ...]
-    guidance: dict[str, Any] | None  # which it is to learn
-    exportable: bool
-    told: bool  # whether its network takes the number of timestamps already
 
 
 class Walked(Config):
@@ -94,6 +68,9 @@ class Sfd(Walked):
     distance: Literal["l1", "l2", "huber"] = "l1"
     lpips: bool = False
     """Also compare how images look, at the last step: for pixels, in a second stage."""
+    walks: NonNegativeInt = 0
+    """Distinct walks of the teacher, kept in RUN/walks and learnt from again and again; 0: every
+    walk is new. A multiple of the batch."""
 
     @property
     def told(self) -> bool:
@@ -136,6 +113,7 @@ class Sfd(Walked):
             walk.told,
             DISTANCES[self.distance],
             how_it_looks(lesson) if self.lpips else None,
+            Kept(lesson.folder / "walks") if self.walks else None,
         )
 
 
@@ -199,7 +177,10 @@ class ConsistencyConfig(Walked):
         )
 
 
-Method = Annotated[Sfd | SfdV | ProgressiveConfig | ConsistencyConfig, Field(discriminator="kind")]
+Method = Annotated[
+    Sfd | SfdV | ProgressiveConfig | ConsistencyConfig | Emd | ReverseKL | SidConfig | FDistill,
+    Field(discriminator="kind"),
+]
 
 
 def check_plain(method: str, wanted: Wanted) -> None:

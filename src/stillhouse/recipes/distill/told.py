@@ -33,6 +33,14 @@ def find_prompts(name: str, column: str) -> tuple[str, ...]:
     return prompts
 
 
+def unknown(cond: Condition, null: Condition) -> list[str]:
+    """What is told, and has nothing that stands for its absence."""
+    told = ("label", "text")
+    return [
+        name for name in told if getattr(cond, name) is not None and getattr(null, name) is None
+    ]
+
+
 @dataclass(frozen=True)
 class Conditions:
     """What `subject` tells the samples with these numbers, but for a share that hears nothing."""
@@ -40,6 +48,14 @@ class Conditions:
     subject: Subject
     seed: int
     drop: float = 0.0  # so that guidance can still be applied to the student
+
+    def __post_init__(self) -> None:
+        cond, null = self.subject.condition([0], HOST, self.seed), self.subject.null
+        if self.drop and (cond is None or null is None or unknown(cond, null)):
+            raise UserError(
+                "--drop leaves out what a model is told, and it is not known what stands for "
+                "nothing: give --null-label, or leave --drop out"
+            )
 
     def __call__(self, key: Tensor) -> Condition | None:
         cond, null = self.subject.condition(key.tolist(), HOST, self.seed), self.subject.null

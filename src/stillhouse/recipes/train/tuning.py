@@ -24,6 +24,7 @@ from stillhouse.data import ControlConfig, DataConfig
 from stillhouse.engine.loop import Engine
 from stillhouse.errors import UserError, missing_extra, one_line
 from stillhouse.models import DiffusersNetwork
+from stillhouse.models.adapters import keep_learnt
 from stillhouse.models.conditioning import Parts
 from stillhouse.objectives.base import Objective
 from stillhouse.objectives.configs import (
@@ -109,21 +110,7 @@ class Tuned(Pretrained):
             raise UserError(
                 f"--network.targets {' '.join(adapter['target_modules'])}: {one_line(error)}"
             ) from error
-        model.register_state_dict_post_hook(_forget_frozen)
-        model.register_load_state_dict_pre_hook(_recall_frozen)
-
-
-def _forget_frozen(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A checkpoint holds what is learnt: the rest is in the pipeline, and gigabytes large."""
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            state.pop(f"{prefix}{name}", None)
-
-
-def _recall_frozen(model: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            state.setdefault(f"{prefix}{name}", weight.detach())
+        keep_learnt(model)
 
 
 def _peft() -> Any:

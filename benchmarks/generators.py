@@ -1,0 +1,198 @@
+"""One-step generators in the plane: which modes are kept, and how well; a toy, with exact teachers.
+
+    python benchmarks/generators.py [TARGET ...] [--quick]
+
+Targets are mixtures of Gaussians, whose denoiser is exact: `ring` (8 of them), `checkerboard`, and
+`rare` (two modes, one of which has 2% of the mass). Generator and fake score are one small network,
+trained beforehand to denoise the same target, so all arms begin alike. Every method is run for as
+many iterations as the others, and once more for as many network evaluations as EMD-8 takes.
+
+Results, also in results/generators.json unless --quick, where targets that are done are not run
+again: per target and arm a value per seed of
+`modes`      share of modes with at least half of the mass that is theirs
+`density`    total variation between the histograms of generated and real points, 0 to 1
+`recall`     share of real points with a generated one in their neighbourhood (k = 5)
+`precision`  share of generated points in the neighbourhood of a real one
+`floor` is what as many real points score. Last line: JSON.
+"""
+
+import argparse
+import copy
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.distill.emd import METHODS, Method, emd
+from stillhouse.distill.langevin import Langevin
+from stillhouse.distill.matching import SCORE, Matching, generated
+from stillhouse.distill.sfd import NAME
+from stillhouse.distill.trajectories import Starts
+from stillhouse.engine.ema import HalfLife
+from stillhouse.engine.loop import Engine, LoopConfig
+from stillhouse.engine.optimisers import AdamW
+from stillhouse.engine.updates import NetworkConfig
+from stillhouse.engine.world import World
+from stillhouse.metrics.neighbours import prdc
+from stillhouse.models import DiffusersNetwork
+from stillhouse.models.plane import PlaneNetwork
+from stillhouse.objectives.base import Draws
+from stillhouse.objectives.denoising import Denoising
+from stillhouse.process import EDM, Batch, GaussianMixture, NetworkDenoiser, toys
+from stillhouse.process.levels import LogUniform
+
+RESULTS = Path(__file__).parent / "results" / "generators.json"
+HERE = World(0, 1, torch.device("cpu"))
+BATCH, SEEDS, POINTS = 128, 3, 2000
+START = 3.0  # of generators: a few times the size of the targets
+LEVELS = LogUniform(0.05, 5.0)
+RATE, SCORE_RATE = 2e-4, 1e-3
+STEPS = (1, 2, 4, 8, 16)  # of Langevin
+CHAIN = {"noise_step": 0.16, "latent_step": 1e-3}
+
+
+def rare() -> GaussianMixture:
+    """Two modes, one with 2% of the mass."""
+    means = torch.tensor([[-0.7, 0.0], [0.9, 0.5]], dtype=torch.float64)
+    return GaussianMixture(means, torch.tensor([0.25, 0.1]), torch.tensor([0.98, 0.02]))
+
+
+TARGETS = {"ring": toys.ring, "checkerboard": toys.checkerboard, "rare": rare}
+LATTICE = 25  # Gaussians in a square of the checkerboard
+ARMS: dict[str, Method] = {
+    **{f"emd-{k}": partial(emd, chain=Langevin(k, **CHAIN)) for k in STEPS},  # type: ignore[arg-type]
+    **{name: method for name, method in METHODS.items() if name != "emd"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []])
+    parser.add_argument("--quick", action="store_true", help="a few iterations of one seed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    if RESULTS.exists() and not options.quick:
+        found = json.loads(RESULTS.read_text())
+    for name in options.targets or TARGETS:
+        if name not in found or options.quick:
+            found[name] = measure(TARGETS[name](), quick=options.quick)
+            if not options.quick:
+                RESULTS.write_text(json.dumps(found) + "\n")
+    shown = {name: {k: v for k, v in rows.items() if k != "points"} for name, rows in found.items()}
+    print(json.dumps({"quick": options.quick, **shown}))
+
+
+def measure(target: GaussianMixture, *, quick: bool) -> dict[str, Any]:
+    """All arms on one target."""
+    iterations, seeds = (4, 1) if quick else (800, SEEDS)
+    runs: dict[str, list[dict[str, float]]] = {}
+    points: dict[str, Any] = {}
+    for seed in range(seeds):
+        network = trained(target, seed, steps=20 if quick else 3000)
+        costs = {name: task_of(target, network, m, seed).evaluations_per_image.total()
+                 for name, m in ARMS.items()}  # fmt: skip
+        for name, method in ARMS.items():
+            equal = max(1, round(iterations * costs["emd-8"] / costs[name]))
+            for how, count in {"iterations": iterations, "evaluations": equal}.items():
+                began = time.perf_counter()
+                drawn = distilled(target, network, method, seed, count)
+                row = scores(target, drawn, seed) | {"updates": count, "cost": costs[name]}
+                runs.setdefault(f"{name}/{how}", []).append(row)
+                if seed == 0 and how == "evaluations":
+                    points[name] = [[round(v, 3) for v in p] for p in drawn[:500].tolist()]
+                print(f"{name}/{how} {seed} {time.perf_counter() - began:.0f} s {row}", flush=True)
+    floor = scores(target, target.sample(POINTS, torch.Generator().manual_seed(99)), 0)
+    return {"runs": runs, "floor": floor, "points": points}
+
+
+# ---------------------------------------------------------------- training
+
+
+def trained(target: GaussianMixture, seed: int, *, steps: int) -> NetworkDenoiser:
+    """The network that generators and fake scores begin as: it has learnt to denoise."""
+    torch.manual_seed(seed)
+    network = NetworkDenoiser(DiffusersNetwork(PlaneNetwork(width=64, depth=2)), EDM(), "edm")
+    objective, draws = Denoising(LEVELS), Draws(seed, "generators")
+    optimiser = torch.optim.Adam(network.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    source = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        key = torch.arange(step * BATCH, (step + 1) * BATCH)
+        batch = Batch(target.sample(BATCH, source).float(), key=key)
+        optimiser.zero_grad()
+        objective(network, batch, draws).per_sample.mean().backward()
+        optimiser.step()
+        schedule.step()
+    return network
+
+
+def task_of(target: GaussianMixture, network: nn.Module, method: Method, seed: int) -> Matching:
+    both = copy.deepcopy(network), copy.deepcopy(network)
+    return Matching(
+        *both, target, START, HERE, seed, method, LEVELS, "x0", Denoising(LEVELS), score_steps=1
+    )
+
+
+def distilled(
+    target: GaussianMixture, network: nn.Module, method: Method, seed: int, iterations: int
+) -> Tensor:
+    """Points of the averaged generator."""
+    task = task_of(target, network, method, seed)
+    config = LoopConfig(images=iterations * BATCH, batch=BATCH, seed=seed, log_every=10**9)
+    average = HalfLife(images=50 * BATCH)
+
+    def settings(rate: float, *averages: HalfLife) -> NetworkConfig:
+        optimiser = AdamW(lr=rate, betas=(0.0, 0.99))
+        return NetworkConfig(optimiser=optimiser, clip=1e3, averages=averages)
+
+    networks = {NAME: settings(RATE, average), SCORE: settings(SCORE_RATE)}
+    engine = Engine(task, config, networks, HERE)
+    engine.run(Starts((2,), seed).feed(0, BATCH, HERE))
+    z = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(1000 + seed))
+    with engine.networks[NAME].evaluating(average.name) as denoiser:
+        return generated(denoiser, z, START, None)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- scores
+
+
+def scores(target: GaussianMixture, points: Tensor, seed: int) -> dict[str, float]:
+    real = target.sample(POINTS, torch.Generator().manual_seed(7 + seed)).double()
+    fake = points.double()
+    nearest = prdc(real, fake, k=5)
+    masses, wanted = (mode_masses(target, rows) for rows in (fake, real))
+    kept = (masses >= 0.5 * wanted)[wanted > 0].double().mean()
+    return {
+        "modes": float(kept),
+        "density": 0.5 * float((histogram(fake) - histogram(real)).abs().sum()),
+        "recall": float(nearest.recall),
+        "precision": float(nearest.precision),
+    }
+
+
+def mode_masses(target: GaussianMixture, points: Tensor) -> Tensor:
+    """The share of points that lie nearest to each mode, in its own deviations, and within 4.
+
+    A mode is a Gaussian; of the checkerboard, a square.
+    """
+    away = torch.cdist(points, target.means.double()) / target.stds.double()
+    found, index = away.min(1)
+    each = LATTICE if len(target.means) > 2 * LATTICE else 1
+    count = len(target.means) // each
+    return torch.bincount(index[found < 4] // each, minlength=count) / len(points)
+
+
+def histogram(points: Tensor, bins: int = 24, reach: float = 1.5) -> Tensor:
+    """Shares of the cells of a square; what lies beyond is counted at its border."""
+    inside = ((points.clamp(-reach, reach) / reach + 1) / 2 * bins).floor().clamp(max=bins - 1)
+    cells = (inside[:, 0] * bins + inside[:, 1]).long()
+    return torch.bincount(cells, minlength=bins**2) / len(points)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""`stillhouse sample STUDENT --correct 300`: a generator's samples before and after a correction.
+
+The chain of EM distillation at one noise level, as long as one likes: noise and latent walk to
+where the teacher would have them, and the generator draws again. What changes is what it has yet to
+learn.
+
+    OUT/correction.png   rows before, each above the same after        OUT/correction.json
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from stillhouse.distill.langevin import ChainNoise, Corrected, Langevin, corrected, root_mean_square
+from stillhouse.distill.matching import generated
+from stillhouse.engine.world import world
+from stillhouse.errors import UserError
+from stillhouse.files import write_whole
+from stillhouse.pipelines import load_denoiser
+from stillhouse.process import keyed_normal, starting_noise
+from stillhouse.recipes import pictures
+from stillhouse.recipes.judge.galleries import model_folder
+from stillhouse.recipes.parts import Guidance, NoGuidance
+from stillhouse.recipes.sampling import SampleRun
+from stillhouse.recipes.subjects import Subject, Wish, load_subject
+from stillhouse.recipes.train.folders import read_record
+
+SCORE = "score"  # the folder of the fake score, beside the generator's
+COLUMNS = 8
+
+
+def run(config: SampleRun) -> Path:
+    """Draws the picture and returns where it is."""
+    with world(config.device) as here:
+        if here.size > 1:
+            raise UserError("samples are corrected by one process: leave torchrun out")
+        student = load_subject(config.model, wish(config, here.device))
+        walk = student.walk
+        if walk is None or walk.grid != "single":
+            raise UserError(
+                f"{config.model} is no one-step generator (stillhouse distill --method emd), and "
+                "only those have samples to correct"
+            )
+        record = read_record(home(config))
+        if not record or not (home(config) / SCORE).is_dir():
+            raise UserError(
+                f"{config.model} is corrected with its teacher and its fake score, which are known "
+                "to the run that it came from: name RUN/model (whole pipelines keep no fake score)"
+            )
+        guidance = TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
+        taught = model_folder(record["config"]["model"])
+        teacher = load_subject(taught, wish(config, here.device, guidance))
+        score: Any = load_denoiser(home(config) / SCORE).to(here.device).eval()
+        found = walked(config, student, teacher, score, here.device)
+    return draw(config, student, *found)
+
+
+def home(config: SampleRun) -> Path:
+    """Of the run that the generator came from."""
+    folder = Path(config.model)
+    return folder.parent if folder.name == "model" else folder
+
+
+def wish(config: SampleRun, device: torch.device, guidance: Any = None) -> Wish:
+    return Wish(
+        guidance or NoGuidance(),
+        config.labels,
+        config.null_label,
+        torch.float32,
+        device,
+        config.prompt,
+        config.control,
+        config.prompt_encoder,
+    )
+
+
+def walked(
+    config: SampleRun, student: Subject, teacher: Subject, score: Any, device: torch.device
+) -> tuple[Tensor, Tensor, Corrected]:
+    """Samples before and after, and how the chain went."""
+    assert student.walk is not None
+    how, start, indices = config.correct, student.walk.sigma_max, list(range(config.count))
+    z = starting_noise(student.shape, indices, seed=config.seed).float().to(device)
+    eps = keyed_normal(student.shape, indices, seed=config.seed, purpose="correct").to(z)
+    cond, sigma = student.condition(indices, device, config.seed), z.new_full((len(z),), how.level)
+
+    def generate(z: Tensor) -> Tensor:
+        return generated(student.denoiser, z, start, cond)
+
+    def gap(x: Tensor, sigma: Tensor) -> Tensor:
+        with torch.no_grad():
+            return teacher.denoiser(x, sigma, cond) - score(x, sigma, cond)
+
+    chain = Langevin(how.steps, how.noise_step, how.latent_step)
+    found = corrected(generate, gap, z, eps, sigma, chain, ChainNoise(indices, config.seed))
+    with torch.no_grad():
+        return generate(z), generate(found.z), found
+
+
+def draw(
+    config: SampleRun, student: Subject, before: Tensor, after: Tensor, chain: Corrected
+) -> Path:
+    config.out.mkdir(parents=True, exist_ok=True)
+    target = config.out / "correction.png"
+    facts = {
+        "steps": config.correct.steps,
+        "level": config.correct.level,
+        "gap": {"first": float(chain.gaps[:, 0].mean()), "last": float(chain.gaps[:, -1].mean())},
+        "moved": float(root_mean_square(after - before).mean()),
+        "stiffness": float(chain.stiffness.max()),
+    }
+    write_whole(config.out / "correction.json", (json.dumps(facts, indent=2) + "\n").encode())
+    if student.toy is not None:
+        backdrop = student.toy.sample(2000, torch.Generator().manual_seed(0))
+        pictures.save_points(before.cpu(), backdrop, config.out / "before.png")
+        pictures.save_points(after.cpu(), backdrop, target)
+        return target
+    images = [student.decode(state).cpu() for state in (before, after)]
+    rows = [
+        pictures.to_pil(image)
+        for first in range(0, config.count, COLUMNS)
+        for some in images
+        for image in some[first : first + COLUMNS]
+    ]
+    pictures.save_tiles(rows, target, columns=min(COLUMNS, config.count))
+    return target

@@ -1,0 +1,163 @@
+"""Configs of one-step generators: students that match their teacher's distribution, not its walks.
+
+| `--method` | how the generator learns |
+|---|---|
+| `emd` | from samples that Langevin steps have corrected (Xie et al. 2024) |
+| `diff-instruct`, `dmd` | along the difference of two scores (Luo et al. 2023, Yin et al. 2024) |
+| `sid` | by the Fisher divergence (Zhou et al. 2024) |
+| `f-distill` | as `dmd`, weighted by the ratio of densities (Xu et al. 2025) |
+"""
+
+import copy
+from functools import partial
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from stillhouse.config import Config
+from stillhouse.distill import emd
+from stillhouse.distill.langevin import Bookkeeping, Langevin
+from stillhouse.distill.matching import Matching
+from stillhouse.distill.walks import FewSteps
+from stillhouse.errors import UserError
+from stillhouse.objectives.denoising import Denoising
+from stillhouse.process import VP, NetworkDenoiser, Scaling
+from stillhouse.process.levels import LogUniform
+from stillhouse.recipes.distill.lessons import Lesson, Wanted
+
+GENERATORS = tuple(emd.METHODS)  # the names of these methods
+START = 20.0  # log-SNR -6, the paper's
+LEAST = 5.0  # of exportable generators, whose pipelines begin with 2% more or less noise from there
+
+
+class Matched(Config):
+    """What all have: three networks, and the levels at which two of them are compared."""
+
+    start: PositiveFloat | None = None
+    """The noise level that the generator draws from; 20, or the model's noisiest where that is
+    less."""
+    low: PositiveFloat = 0.05
+    """Teacher and fake score are compared from this level ..."""
+    high: PositiveFloat | None = None
+    """... up to this one: 80, or the model's noisiest."""
+    weighting: Literal["x0", "eps"] = "x0"
+    """Of levels: x0 counts all alike, eps by 1/sigma^2."""
+    score_steps: PositiveInt = 1
+    """Updates of the fake score for each of the generator."""
+    score_rate: PositiveFloat = 5.0
+    """Learning rate of the fake score, in those of the generator: it must not lag behind."""
+
+    def walk(self, wanted: Wanted) -> FewSteps:
+        """One step, from the generator's level to its answer."""
+        if wanted.evaluations != (1,):
+            raise UserError(f"--method {self.name} gives one-step generators: --evaluations 1")
+        if wanted.told:
+            raise UserError(f"--method {self.name} begins with a model that takes many steps")
+        scaling = wanted.scaling
+        self.levels(scaling)
+        if self.start and not scaling.sigma_min < self.start <= scaling.sigma_max:
+            raise UserError(
+                f"--method.start {self.start:g} is no level of this model, whose levels go from "
+                f"{scaling.sigma_min:g} to {scaling.sigma_max:g}"
+            )
+        level = torch.tensor(self.start or min(START, scaling.sigma_max), dtype=torch.float64)
+        if wanted.exportable and level < LEAST:
+            raise UserError(
+                f"pipelines of diffusers begin with up to sqrt(1 + 1/start^2) of the noise: with "
+                f"--exportable, --method.start must be {LEAST:g} or more"
+            )
+        if isinstance(scaling, VP):  # a whole timestep, as its network knows no others
+            level = scaling.sigma_at(scaling.time_at(level).round())
+        return FewSteps(
+            (1,),
+            self.name,
+            afs=False,
+            grid="single",
+            sigma_max=float(level),
+            guidance=wanted.guidance,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.kind  # type: ignore[attr-defined]
+
+    def task(self, lesson: Lesson) -> Matching:
+        if lesson.earlier is not None:
+            raise UserError("a generator learns from a model that takes many steps, no student")
+        student, levels = lesson.student, self.levels(lesson.process)
+        network = copy.deepcopy(student.network)
+        return Matching(
+            student,
+            NetworkDenoiser(network, lesson.process, student.prediction).train(),
+            lesson.teacher,
+            lesson.walk.sigma_max,
+            lesson.world,
+            lesson.seed,
+            self.method(),
+            levels,
+            self.weighting,
+            Denoising(levels),
+            self.score_steps,
+        )
+
+    def levels(self, process: Scaling) -> LogUniform:
+        high = self.high or min(80.0, process.sigma_max)
+        if self.low >= high:
+            raise UserError(f"there are no levels from --method.low {self.low:g} to {high:g}")
+        return LogUniform(self.low, high)
+
+    def method(self) -> emd.Method:
+        """The generator's update."""
+        raise NotImplementedError
+
+
+class Emd(Matched):
+    """EM distillation (Xie et al. 2024): forward KL, by Langevin steps on noise and latent."""
+
+    kind: Literal["emd"] = "emd"
+    langevin: PositiveInt = 8
+    """Langevin steps per update: K. More cover more of the teacher's modes, and cost more."""
+    noise_step: Annotated[float, Field(gt=0, lt=1)] = 0.16
+    latent_step: NonNegativeFloat = 1.6e-5
+    """0: the latent stays where it is, which saves a backward pass per step."""
+    bookkeeping: Bookkeeping = "cancel"
+    """What of the chain the generator learns: all but its noise (cancel), all (full), or the pull
+    at its end (stein)."""
+
+    def method(self) -> emd.Method:
+        chain = Langevin(self.langevin, self.noise_step, self.latent_step, self.bookkeeping)
+        return partial(emd.emd, chain=chain)
+
+
+class ReverseKL(Matched):
+    """Diff-Instruct (Luo et al. 2023) and DMD without its regression (Yin et al. 2024)."""
+
+    kind: Literal["diff-instruct", "dmd"] = "diff-instruct"
+
+    def method(self) -> emd.Method:
+        return emd.METHODS[self.kind]
+
+
+class SidConfig(Matched):
+    """Score identity distillation (Zhou et al. 2024): Fisher divergence."""
+
+    kind: Literal["sid"] = "sid"
+    alpha: float = 1.2
+    """1 is score implicit matching."""
+
+    def method(self) -> emd.Method:
+        return partial(emd.sid, k=self.alpha)
+
+
+class FDistill(Matched):
+    """f-distill (Xu et al. 2025) without a discriminator: the ratio is estimated by the scores."""
+
+    kind: Literal["f-distill"] = "f-distill"
+    power: NonNegativeFloat = 1.0
+    """Of the ratio: 1 is forward KL, 0 reverse KL; for images about 1/dimensions."""
+    most: PositiveFloat = 20.0
+    """The largest weight of a sample."""
+
+    def method(self) -> emd.Method:
+        return partial(emd.f_distill, power=self.power, most=self.most)

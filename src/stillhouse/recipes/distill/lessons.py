@@ -1,0 +1,38 @@
+"""What a way to distil is given: what is asked of a student, and the networks of its lesson."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stillhouse.distill.walks import FewSteps
+from stillhouse.engine.world import World
+from stillhouse.process import Denoiser, NetworkDenoiser, Scaling
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a task is made of."""
+
+    student: NetworkDenoiser
+    teacher: Denoiser  # guided, where guidance is to be learnt
+    process: Scaling  # of the teacher; an exportable student may know a part of it
+    walk: FewSteps  # of the student
+    earlier: FewSteps | None  # of the teacher, where it is a student itself
+    world: World
+    seed: int
+    folder: Path  # of the run
+
+    @property
+    def scaling(self) -> Scaling:
+        return self.student.scaling
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a student before there is one."""
+
+    scaling: Scaling  # of its teacher
+    evaluations: tuple[int, ...]
+    guidance: dict[str, Any] | None  # which it is to learn
+    exportable: bool
+    told: bool  # whether its network takes the number of timestamps already

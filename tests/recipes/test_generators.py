@@ -1,0 +1,268 @@
+"""`stillhouse distill --method emd`: one-step generators and their family, as runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from recipes.test_distilling import CLASSES, EDM, FLOW, VP, WEIGHTS, bare, distilling, log_of
+from safetensors.torch import load_file, save_file
+from small_models import relative_error
+
+from stillhouse.cli import main
+from stillhouse.cli.distill import method_of
+from stillhouse.distill.langevin import ChainNoise, Langevin, corrected
+from stillhouse.engine.ema import HalfLife
+from stillhouse.engine.world import World
+from stillhouse.errors import UserError
+from stillhouse.pipelines import load_denoiser
+from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
+from stillhouse.process import keyed_normal, starting_noise
+from stillhouse.recipes.distill.comparing import Comparison
+from stillhouse.recipes.distill.correcting import run as correct
+from stillhouse.recipes.distill.distilling import lesson, run, usual
+from stillhouse.recipes.distill.generators import GENERATORS, Emd, FDistill, ReverseKL, SidConfig
+from stillhouse.recipes.distill.lessons import Wanted
+from stillhouse.recipes.distill.students import load_source, load_student
+from stillhouse.recipes.sampling import Correction, SampleRun
+from stillhouse.recipes.sampling import run as sample
+
+FAMILY = [
+    Emd(langevin=2),
+    Emd(langevin=2, bookkeeping="full", latent_step=0),
+    ReverseKL(kind="diff-instruct"),
+    ReverseKL(kind="dmd"),
+    SidConfig(),
+    FDistill(power=0.01),
+]
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    return bare(tmp_path / "teacher", EDM)
+
+
+def started_at(model: Path) -> float:
+    walk = read_walk(model)
+    assert walk is not None
+    return walk.sigma_max
+
+
+def test_every_method_of_the_family_has_a_config():
+    assert {method.kind for method in FAMILY} == {*GENERATORS}
+
+
+@pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.kind)
+def test_a_generator_is_sampled_from_the_level_it_was_trained_at(method, teacher, tmp_path):
+    before = load_file(teacher / WEIGHTS)
+    method = method.model_copy(update={"start": 7.0})
+    run(distilling(teacher, tmp_path / "run", method=method, evaluations="1"))
+    model = tmp_path / "run/model"
+    assert any(not torch.equal(before[k], v) for k, v in load_file(model / WEIGHTS).items())
+    assert started_at(model) == 7
+    sample(SampleRun(model=str(model), count=3, out=tmp_path / "drawn", tensors=True))
+    drawn = load_file(tmp_path / "drawn/tensors/000000.safetensors")["samples"]
+    first = 7 * starting_noise((3, 8, 8), range(3), seed=0).float()
+    with torch.no_grad():
+        wanted = load_denoiser(model)(first, torch.tensor(7.0))
+    torch.testing.assert_close(drawn, wanted)
+    assert json.loads((tmp_path / "drawn/record.json").read_text())["evaluations_per_sample"] == 1
+    again = FewStepPipeline.from_pretrained(model)(count=3, seed=0, output="pt")
+    torch.testing.assert_close(again, wanted)
+
+
+@pytest.mark.parametrize("scheduler", [EDM, VP, FLOW], ids=["edm", "vp", "flow"])
+def test_any_process_and_classes_can_be_distilled(scheduler, tmp_path):
+    teacher = bare(tmp_path / "teacher", scheduler, **CLASSES)
+    run(distilling(teacher, tmp_path / "run", method=Emd(langevin=2), evaluations="1"))
+    level = started_at(tmp_path / "run/model")
+    assert level == (pytest.approx(20, rel=0.005) if scheduler is VP else 20)
+    if scheduler is VP:  # which knows whole timesteps
+        time = load_denoiser(teacher).scaling.time_at(torch.tensor(level, dtype=torch.float64))
+        assert float(time) == pytest.approx(round(float(time)), abs=1e-6)
+    line = next(line for line in log_of(tmp_path / "run") if "watch/spread" in line)
+    assert line["watch/gap"] > 0
+    assert line["watch/drift"] > 0
+    assert line["score/lr"] == pytest.approx(5 * line["student/lr"])
+
+
+def test_a_run_that_stops_goes_on_as_if_it_had_not(teacher, tmp_path):
+    """Both optimisers, the average, and the noise of the chain."""
+    settings = {
+        "method": Emd(langevin=2, score_steps=2),
+        "evaluations": "1",
+        "averages": (HalfLife(images=4),),
+    }
+    run(distilling(teacher, tmp_path / "whole", images=16, **settings))
+    # The schedule does not know how long a run is: its rate is constant.
+    run(distilling(teacher, tmp_path / "parts", images=8, **settings))
+    run(distilling(teacher, tmp_path / "parts", images=16, **settings))
+    whole, parts = (load_file(tmp_path / f"{name}/model" / WEIGHTS) for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    gaps = [
+        [line["watch/gap"] for line in log_of(tmp_path / name) if "watch/gap" in line]
+        for name in ("whole", "parts")
+    ]
+    assert gaps[0] == gaps[1]
+
+
+def test_the_card_tells_spread_and_cost(teacher, tmp_path):
+    wanted = Comparison(count=6, steps=6, solvers=())
+    method = Emd(langevin=3)
+    run(distilling(teacher, tmp_path / "run", method=method, evaluations="1", comparison=wanted))
+    found = json.loads((tmp_path / "run/comparison.json").read_text())
+    # 3 steps of teacher, score and generator with half a backward; the generator's own update, and
+    # the score's after a sample.
+    assert found["evaluations_per_image"] == 3 * (1 + 1 + 1 + 2 * 0.5) + (1 + 2) + 1 + (1 + 2)
+    assert found["spread"].keys() == {"teacher", "student"}
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert f"{found['spread']['student']['1']:.3f}" in card
+    assert "noise level 20" in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"evaluations": "2"}, "--evaluations 1"),
+        ({"method": Emd(start=500.0)}, "no level of this model"),
+        ({"method": Emd(low=90.0)}, "no levels from --method.low 90"),
+        ({"method": Emd(start=2.5), "exportable": True}, "5 or more"),
+    ],
+)
+def test_what_a_generator_cannot_be_is_refused(changes, sentence, teacher, tmp_path):
+    settings = {"method": Emd(), "evaluations": "1"} | changes
+    with pytest.raises(UserError, match=sentence):
+        run(distilling(teacher, tmp_path / "run", **settings))
+
+
+def test_the_command_begins_with_the_settings_of_the_method(teacher, tmp_path, capsys):
+    assert method_of(["m", "--method", "emd"]) == method_of(["--method.kind=emd"]) == "emd"
+    assert method_of(["m", "--method.start", "3"]) == ""
+    assert usual("emd").optim.betas == (0.0, 0.99)
+    assert usual("sfd-v").evaluations == "2..5"
+    words = f"distill {teacher} --method emd --langevin 2 --images 8 --batch 4 --device cpu"
+    main([*words.split(), "--comparison.count", "0", "--out", str(tmp_path / "run")])
+    kept = json.loads((tmp_path / "run/run.json").read_text())["config"]
+    assert (kept["method"]["kind"], kept["method"]["langevin"]) == ("emd", 2)
+    assert (kept["evaluations"], kept["optim"]["lr"]) == ("1", 2e-6)
+
+
+# ---------------------------------------------------------------- correction
+
+
+def test_samples_are_drawn_before_and_after_a_correction(teacher, tmp_path, capsys):
+    method = Emd(langevin=1, start=7.0)
+    run(distilling(teacher, tmp_path / "run", method=method, evaluations="1", images=4))
+    model, out = tmp_path / "run/model", tmp_path / "out"
+    words = f"sample {model} --correct 3 --correct.latent-step 0.01 --count 4 --device cpu"
+    main([*words.split(), "--out", str(out)])
+    assert str(out / "correction.png") in capsys.readouterr().out
+    found = json.loads((out / "correction.json").read_text())
+    assert (found["steps"], found["level"]) == (3, 1.0)
+    assert found["moved"] > 0
+    with Image.open(out / "correction.png") as picture:
+        assert picture.size == (4 * 66 + 2, 2 * 66 + 2)  # a row before, and one after
+
+
+def test_a_corrected_sample_is_the_chains(teacher, tmp_path):
+    """By hand: the chain with the run's own teacher and fake score."""
+    method = Emd(langevin=1, start=7.0)
+    run(distilling(teacher, tmp_path / "run", method=method, evaluations="1", images=4))
+    config = SampleRun(
+        model=str(tmp_path / "run/model"),
+        correct=Correction(steps=2, level=0.5, latent_step=0.01),
+        count=2,
+        seed=3,
+        out=tmp_path / "out",
+        device="cpu",
+    )
+    correct(config)
+    student, score, taught = (
+        load_denoiser(folder).requires_grad_(False)
+        for folder in (tmp_path / "run/model", tmp_path / "run/score", teacher)
+    )
+    z = starting_noise((3, 8, 8), range(2), seed=3).float()
+    found = corrected(
+        lambda z: student(7 * z, torch.tensor(7.0)),
+        lambda x, sigma: taught(x, sigma) - score(x, sigma),
+        z,
+        keyed_normal((3, 8, 8), [0, 1], seed=3, purpose="correct").float(),
+        torch.full((2,), 0.5),
+        Langevin(2, 0.16, 0.01),
+        ChainNoise([0, 1], 3),
+    )
+    moved = student(7 * found.z, torch.tensor(7.0)) - student(7 * z, torch.tensor(7.0))
+    told = json.loads((tmp_path / "out/correction.json").read_text())["moved"]
+    assert told == pytest.approx(float(moved.square().mean((1, 2, 3)).sqrt().mean()), rel=1e-4)
+
+
+def test_only_generators_are_corrected(teacher, tmp_path):
+    with pytest.raises(UserError, match="no one-step generator"):
+        correct(SampleRun(model=str(teacher), correct=Correction(steps=2), out=tmp_path / "out"))
+
+
+# ---------------------------------------------------------------- plain diffusers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", [EDM, VP], ids=["edm", "vp"])
+def test_an_exportable_generator_opens_in_plain_diffusers(scheduler, tmp_path):
+    """In a process without Stillhouse: one step, from the level that the generator knows."""
+    teacher = bare(tmp_path / "teacher", scheduler)
+    method = Emd(langevin=1, start=7.0)
+    run(
+        distilling(
+            teacher, tmp_path / "run", method=method, evaluations="1", exportable=True, images=4
+        )
+    )
+    model = tmp_path / "run/model"
+    denoiser, sigma = load_denoiser(model), started_at(model)
+    assert sigma == pytest.approx(7, rel=0.01)
+    assert denoiser.scaling.sigma_max == pytest.approx(sigma, rel=1e-6)
+    noise = torch.randn((2, 3, 8, 8), generator=torch.Generator().manual_seed(5))
+    # DDIM's pipeline draws its own noise, of unit variance in the process's coordinates.
+    start = sigma * noise if scheduler is EDM else denoiser.scaling.start(noise, sigma)
+    job = {
+        "folder": str(model),
+        "given": str(tmp_path / "given"),
+        "found": str(tmp_path / "found"),
+        "steps": [1],
+        "call": {"batch_size": 2},
+        "seed": None if scheduler is EDM else 5,
+    }
+    save_file({"state": start}, tmp_path / "given")
+    (tmp_path / "jobs.json").write_text(json.dumps([job]))
+    elsewhere = Path(__file__).parents[1] / "pipelines/plain_diffusers.py"
+    command = [sys.executable, str(elsewhere), str(tmp_path / "jobs.json")]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    with torch.no_grad():
+        wanted = denoiser(start, torch.tensor(sigma))
+    assert relative_error(load_file(tmp_path / "found")["state1"], wanted) < 1e-4
+
+
+def test_an_exportable_generator_is_compared_at_all_of_its_teachers_levels(teacher, tmp_path):
+    """Its own process ends where it begins; the fake score's does not."""
+    method = Emd(start=7.0)
+    wanted = Wanted(load_denoiser(teacher).scaling, (1,), None, exportable=True, told=False)
+    walk = method.walk(wanted)
+    config = distilling(teacher, tmp_path, method=method, evaluations="1", exportable=True)
+    here = World(0, 1, torch.device("cpu"))
+    source = load_source(config, here)
+    student = load_student(config, source, walk)
+    task = method.task(lesson(config, source, student, walk, here))
+    assert task.student.scaling.sigma_max == 7
+    assert task.score.scaling.sigma_max == 80
+    assert float(task.levels.quantile(torch.tensor(1.0))) == pytest.approx(80)
+    adapted = config.model_copy(update={"adapters": 4})
+    with pytest.raises(UserError, match="leave --adapters out"):
+        lesson(adapted, source, student, walk, here)
+
+
+def test_a_flow_begins_at_pure_noise_in_diffusers(tmp_path):
+    teacher = bare(tmp_path / "teacher", FLOW)
+    settings = {"method": Emd(langevin=1), "evaluations": "1", "exportable": True}
+    with pytest.raises(UserError, match="anywhere but pure noise"):
+        run(distilling(teacher, tmp_path / "run", **settings))
