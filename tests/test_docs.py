@@ -119,6 +119,7 @@ def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tm
         left = {"sample": "record.json", "train": "model", "report": "report.html"}
         left |= {"export": "README.md", "evaluate": "evaluation.json", "prepare": "index.json"}
         left |= {"distill": "model"}
+        left |= {"sample": "correction.png"} if "--correct" in words else {}
         # What a run in stages leaves is that of its last stage.
         last = [folder, *sorted(folder.glob("*px"), key=lambda p: int(p.name[:-2]))][-1]
         assert (last / left[words[0]]).exists(), command
