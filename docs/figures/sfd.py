@@ -86,8 +86,7 @@ def qualities(runs: list[dict[str, Any]]) -> Found:
 
 def frechet(values: dict[str, Any]) -> float:
     (name,) = (name for name in values if name.startswith("FD"))
-    value = values[name]
-    return float(value["mean"] if isinstance(value, dict) else value)
+    return fmean(values[name])  # over the evaluation's own seeds
 
 
 def teacher_at_length(runs: list[dict[str, Any]]) -> float | None:

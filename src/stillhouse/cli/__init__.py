@@ -12,6 +12,7 @@ COMMANDS = {
     "export": "hand on the model of a training run, with a card",
     "evaluate": "measure a model or images against a reference",
     "sample": "draw images from a checkpoint, or trajectories of a 2-D toy",
+    "features": "read what a model knows of images from its activations",
 }
 
 

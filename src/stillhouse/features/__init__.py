@@ -11,4 +11,7 @@ al. 2024, arXiv 2410.03558).
 | `selection` | which to take: published selections, the paper's rules, a gate by scores |
 | `probe` | which to take for labels at hand: forward selection with a linear probe |
 | `pca` | fewer channels: principal components of any number of images |
+| `matching` | where a point of one image is in another |
+| `segmentation` | what each pixel shows, from a few labelled images |
+| `store` | features of many images in shards, by any number of processes, resumable |
 """

@@ -1,0 +1,1 @@
+"""Activations as features: read them, choose them, store them, put them to work."""
