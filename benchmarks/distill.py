@@ -8,7 +8,8 @@ again, and a run that was broken off goes on where it was. `--plan` prints the c
 
 | arm | what |
 |---|---|
-| `teacher` | the teacher itself: solvers with 1 to 5 evaluations, and 50 |
+| `teacher` | the teacher itself: quality of solvers with 1 to 5 evaluations, and 50 |
+| `before` | distances of the teacher's solvers, and of SFD's student before it has learnt |
 | `sfd1` ... `sfd5` | SFD, a student for each number of evaluations |
 | `sfdv` | SFD-v, one student for 2 to 5 |
 | `k1` | SFD at 3 evaluations with a teacher that is no finer: K = 1 |
@@ -109,6 +110,7 @@ def halving() -> tuple[float, float]:
 
 ARMS = {
     "teacher": Arm("", "1..5"),
+    "before": Arm("--method sfd", "1..5"),
     "sfdv": sfd(3.5, "--method sfd-v", "2..5"),
     **{f"sfd{n}": sfd(n) for n in range(1, 6)},
     "k1": sfd(3, "--method sfd --method.refinement 1", refinement=1),
@@ -121,7 +123,7 @@ PLAN = [
     for seed in range(SEEDS)
     for model in MODELS
     for arm in ARMS
-    if arm != "teacher" or seed == 0
+    if arm not in ("teacher", "before") or seed == 0
 ]
 
 
@@ -145,6 +147,8 @@ def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
         yield distilling(f"{model}-sfdv-{seed}", work, reference)
         reference = str(work / f"{model}-sfdv-{seed}")
     yield distilling(name, work, reference)
+    if arm == "before":
+        return
     for stage, steps in students(name, work).items():
         numbers = " ".join(map(str, steps))
         words = f"evaluate {stage}/model {judge(model, work)} --steps {numbers}"
@@ -174,12 +178,14 @@ def distilling(name: str, work: Path, teacher: str) -> tuple[Path, list[str]]:
     model, arm, seed = taken_apart(name)
     made, how = MODELS[model], ARMS[arm]
     flags = made.flags if arm != "one" else made.flags.split(" --guidance")[0]
-    count, walks = how.images(made), how.walks(made)
-    words = f"distill {teacher} {how.flags} --evaluations {how.evaluations} {flags} {LEARNING}"
+    untaught = arm == "before"
+    count, walks = (made.batch, 0) if untaught else (how.images(made), how.walks(made))
+    learning = "--optim.lr 1e-9" if untaught else LEARNING
+    words = f"distill {teacher} {how.flags} --evaluations {how.evaluations} {flags} {learning}"
     words += f" --method.walks {walks}" if walks else ""
     words += f" --images {count} --batch {made.batch} --preview.every {count} --seed {seed}"
     # The teacher's own walks are the same beside every student.
-    solvers = SOLVERS if arm in ("sfd1", "sfdv") else ""
+    solvers = SOLVERS if untaught else ""
     words += f" --comparison.count 128 --comparison.solvers {solvers} --out {work / name}"
     return list(students(name, work))[-1] / "comparison.json", shlex.split(words)
 
@@ -213,12 +219,15 @@ def summary(name: str, run: Path) -> dict[str, Any]:
     if arm == "teacher":
         return record | {"judged": {k: judged(run / k) for k in ("few", "gits", "long")}}
     made, how = MODELS[model], ARMS[arm]
-    record |= {"images": how.images(made), "walks": how.walks(made), "distance": {}, "judged": {}}
+    record |= {"distance": {}, "judged": {}}
+    if arm != "before":
+        record |= {"images": how.images(made), "walks": how.walks(made)}
     for stage in students(name, run.parent):
         compared = json.loads((stage / "comparison.json").read_text())
         for who, values in compared["distance"].items():
             record["distance"].setdefault(who, {}).update(values)
-        record["judged"] |= {row["steps"]: row["values"] for row in judged(stage / "judged")}
+        if (stage / "judged").is_dir():
+            record["judged"] |= {row["steps"]: row["values"] for row in judged(stage / "judged")}
         record |= {key: compared[key] for key in ("count", "teacher_steps", "evaluations")}
     return record
 

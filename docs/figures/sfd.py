@@ -21,6 +21,7 @@ WAYS = {
     "euler": ("teacher, Euler (DDIM)", GREY, ":"),
     "dpmpp-3m": ("teacher, DPM++ 3M", GREY, "--"),
     "gits": ("teacher, GITS", GREY, "-"),
+    "before": ("SFD's student before its first lesson", BLUE, "-."),
     "sfd": ("SFD, a student each", BLUE, "-"),
     "sfdv": ("SFD-v, one student", ORANGE, "-"),
     "half": ("progressive", INK, ":"),
