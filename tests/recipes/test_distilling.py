@@ -30,6 +30,7 @@ from stillhouse.recipes.distill.distilling import (
 )
 from stillhouse.recipes.distill.methods import ConsistencyConfig, ProgressiveConfig, Sfd, SfdV
 from stillhouse.recipes.distill.students import hearing_steps
+from stillhouse.recipes.distill.told import find_prompts
 from stillhouse.recipes.distill.watching import StudentPreview
 from stillhouse.recipes.parts import ClassifierFree, Euler, Heun, PolynomialGrid
 from stillhouse.recipes.sampling import SampleRun
@@ -180,11 +181,12 @@ def test_a_share_that_hears_nothing_needs_a_nothing(tmp_path):
         run(distilling(teacher, tmp_path / "run", drop=0.5))
 
 
-def test_other_prompts_of_the_same_name_are_another_run(teacher, tmp_path):
-    (tmp_path / "prompts.txt").write_text("red\nblue\n")
-    before = prompts_digest(distilling(teacher, tmp_path, prompts=str(tmp_path / "prompts.txt")))
-    (tmp_path / "prompts.txt").write_text("red\ngreen\n")
-    after = prompts_digest(distilling(teacher, tmp_path, prompts=str(tmp_path / "prompts.txt")))
+def test_other_prompts_of_the_same_name_are_another_run(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("red\nblue\n")
+    before = prompts_digest(find_prompts(str(file), "text"))
+    file.write_text("red\ngreen\n")
+    after = prompts_digest(find_prompts(str(file), "text"))
     assert before != after
     check_origins(tmp_path, {"prompts": after})  # where nothing is known
     (tmp_path / "run.json").write_text(json.dumps({"config": {}, "prompts": before}))

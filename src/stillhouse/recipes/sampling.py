@@ -106,17 +106,7 @@ class SampleRun(Config):
 def run(config: SampleRun) -> dict[str, Any]:
     """Draws what is missing and returns the record that it wrote."""
     with world(config.device) as here:
-        wish = Wish(
-            config.guidance,
-            config.labels,
-            config.null_label,
-            getattr(torch, config.dtype),
-            here.device,
-            config.prompt,
-            config.control,
-            config.prompt_encoder,
-        )
-        subject = load_subject(config.model, wish)
+        subject = load_subject(config.model, wish_of(config, here.device))
         config = walked(config, subject)
         here.first(lambda: claim_folder(config, subject, here.device))
         # One grid for all: a search could tip over by a rounding on another process.
@@ -128,6 +118,20 @@ def run(config: SampleRun) -> dict[str, Any]:
         if here.rank == 0:
             finish(config, subject, record, drawn, seconds)
     return {**record, "drawn_now": drawn}
+
+
+def wish_of(config: SampleRun, device: torch.device) -> Wish:
+    """What a model is asked for."""
+    return Wish(
+        config.guidance,
+        config.labels,
+        config.null_label,
+        getattr(torch, config.dtype),
+        device,
+        config.prompt,
+        config.control,
+        config.prompt_encoder,
+    )
 
 
 # ---------------------------------------------------------------- the walk

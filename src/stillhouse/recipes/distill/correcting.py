@@ -8,6 +8,7 @@ learn.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from stillhouse.process import keyed_normal, starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.judge.galleries import model_folder
 from stillhouse.recipes.parts import Guidance, NoGuidance
-from stillhouse.recipes.sampling import SampleRun
-from stillhouse.recipes.subjects import Subject, Wish, load_subject
+from stillhouse.recipes.sampling import SampleRun, wish_of
+from stillhouse.recipes.subjects import Subject, load_subject
 from stillhouse.recipes.train.folders import read_record
 
 SCORE = "score"  # the folder of the fake score, beside the generator's
@@ -38,7 +39,8 @@ def run(config: SampleRun) -> Path:
     with world(config.device) as here:
         if here.size > 1:
             raise UserError("samples are corrected by one process: leave torchrun out")
-        student = load_subject(config.model, wish(config, here.device))
+        plain = replace(wish_of(config, here.device), guidance=NoGuidance(), dtype=torch.float32)
+        student = load_subject(config.model, plain)
         walk = student.walk
         if walk is None or walk.grid != "single":
             raise UserError(
@@ -53,7 +55,7 @@ def run(config: SampleRun) -> Path:
             )
         guidance = TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
         taught = model_folder(record["config"]["model"])
-        teacher = load_subject(taught, wish(config, here.device, guidance))
+        teacher = load_subject(taught, replace(plain, guidance=guidance))
         score: Any = load_denoiser(home(config) / SCORE).to(here.device).eval()
         found = walked(config, student, teacher, score, here.device)
     return draw(config, student, *found)
@@ -63,19 +65,6 @@ def home(config: SampleRun) -> Path:
     """Of the run that the generator came from."""
     folder = Path(config.model)
     return folder.parent if folder.name == "model" else folder
-
-
-def wish(config: SampleRun, device: torch.device, guidance: Any = None) -> Wish:
-    return Wish(
-        guidance or NoGuidance(),
-        config.labels,
-        config.null_label,
-        torch.float32,
-        device,
-        config.prompt,
-        config.control,
-        config.prompt_encoder,
-    )
 
 
 def walked(

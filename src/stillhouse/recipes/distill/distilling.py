@@ -34,7 +34,7 @@ from stillhouse.recipes.distill.generators import GENERATORS, Matched
 from stillhouse.recipes.distill.lessons import Lesson, Wanted
 from stillhouse.recipes.distill.methods import Method, ProgressiveConfig, SfdV
 from stillhouse.recipes.distill.students import Source, load_source, load_student
-from stillhouse.recipes.distill.told import Conditions, find_prompts
+from stillhouse.recipes.distill.told import Conditions
 from stillhouse.recipes.distill.watching import (
     ScoreExporter,
     StudentDrawer,
@@ -163,7 +163,7 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         if found is not None:
             engine.resume(found)
         parameters = sum(p.numel() for p in student.parameters())
-        origins = {"teacher": teacher_digest(source), "prompts": prompts_digest(config)}
+        origins = {"teacher": teacher_digest(source), "prompts": prompts_digest(source.prompts)}
         here.first(lambda: write_record(config, parameters, origins))
         conditions = Conditions(source.subject, config.seed, config.drop)
         starts = Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
@@ -267,9 +267,8 @@ def build_exporter(
     return StudentExporter(config, source, student, walk, facts)
 
 
-def prompts_digest(config: DistillRun) -> str:
+def prompts_digest(prompts: tuple[str, ...]) -> str:
     """Of the prompts themselves: a file of the same name may say something else by now."""
-    prompts = find_prompts(config.prompts, config.prompt_column)
     return sha256("\n".join(prompts).encode()).hexdigest()
 
 

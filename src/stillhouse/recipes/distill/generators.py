@@ -9,6 +9,7 @@
 """
 
 import copy
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Annotated, Literal
 
@@ -31,7 +32,7 @@ START = 20.0  # log-SNR -6, the paper's
 LEAST = 5.0  # of exportable generators, whose pipelines begin with 2% more or less noise from there
 
 
-class Matched(Config):
+class Matched(Config, ABC):
     """What all have: three networks, and the levels at which two of them are compared."""
 
     start: PositiveFloat | None = None
@@ -107,9 +108,9 @@ class Matched(Config):
             raise UserError(f"there are no levels from --method.low {self.low:g} to {high:g}")
         return LogUniform(self.low, high)
 
+    @abstractmethod
     def method(self) -> emd.Method:
         """The generator's update."""
-        raise NotImplementedError
 
 
 class Emd(Matched):

@@ -41,6 +41,7 @@ class Source:
     name: str
     folder: Path
     subject: Subject  # with the guidance that the student learns
+    prompts: tuple[str, ...] = ()  # to distil on
 
     @property
     def pipeline(self) -> bool:
@@ -83,7 +84,7 @@ def load_source(config: "DistillRun", here: World) -> Source:
         teacher.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
         how = config.spread.model_copy(update={"checkpointing": False, "precision": "fp32"})
         spread(teacher, how, here)
-    return Source(name, folder, subject)
+    return Source(name, folder, subject, prompts)
 
 
 def load_student(config: "DistillRun", source: Source, walk: FewSteps) -> NetworkDenoiser:
