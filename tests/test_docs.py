@@ -1,7 +1,9 @@
 """README and docs run as written."""
 
+import ast
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,10 @@ from stillhouse.metrics.networks import FOLDER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def snippets(page: Path) -> list[str]:
@@ -42,9 +48,30 @@ def model(tmp_path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def give_first_run(page: Path, folder: Path) -> None:
+    """The model of the first tutorial, for pages that go on with it and do not train it."""
+    text = page.read_text()
+    if "runs/first/model" not in text or "--out runs/first " in text:
+        return
+    import diffusers
+
+    network = diffusers.UNet2DModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+        attention_head_dim=16,
+    )
+    network.save_pretrained(folder / "runs/first/model")
+    diffusers.DDIMScheduler(clip_sample=False).save_pretrained(folder / "runs/first/model")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_runs_in_order(page, model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    give_first_run(page, tmp_path)
     names: dict = {}
     for code in snippets(page):
         code = code.replace('"path/or/hub-id"', repr(str(model)))
@@ -78,13 +105,17 @@ FEW = ["--count", "8", "--reference-count", "8", "--seeds", "1"]
 SMALL = ["--detector", "resnet56-cifar10"]
 # A distillation of two batches, whose walks are not compared.
 BRIEF = ["--images", "8", "--batch", "4", "--comparison.count", "0", "--preview.count", "2"]
+# A training of a tutorial: two batches, whose preview is seen by nobody.
+QUICK = ["--images", "32", "--preview.count", "4", "--preview.steps", "2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=name_of)
 def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tmp_path):
     """As written, but short: few samples, and every training at its tiny scale."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "reference").symlink_to(ROOT / "reference")
+    give_first_run(page, tmp_path)
     for number, command in enumerate(commands(page)):
         out = f"out-{number}"
         places = {
@@ -110,23 +141,27 @@ def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tm
             words += BRIEF
         if words[0] == "train" and "--scale" not in words:
             words += ["--scale", "tiny"]
+        if words[0] == "train" and page.parent.name == "tutorials":
+            words += QUICK
         if "--evaluation" in words:
             words += ["--evaluation.count", "32"]
         main(words)
-        if "--dry-run" in words or words[0] == "plan":
+        if "--dry-run" in words or words[0] == "plan" or words[:2] == ["features", "info"]:
             continue
         folder = Path(words[1] if words[0] == "report" else words[words.index("--out") + 1])
         left = {"sample": "record.json", "train": "model", "report": "report.html"}
         left |= {"export": "README.md", "evaluate": "evaluation.json", "prepare": "index.json"}
         left |= {"distill": "model"}
         left |= {"sample": "correction.png"} if "--correct" in words else {}
+        left |= {"features": "" if words[1] == "atlas" else "index.json"}
         # What a run in stages leaves is that of its last stage.
         last = [folder, *sorted(folder.glob("*px"), key=lambda p: int(p.name[:-2]))][-1]
+        last = next(folder.glob("*-steps"), last)  # of two that halve the steps
         assert (last / left[words[0]]).exists(), command
 
 
 @pytest.mark.usefixtures("pictures", "detectors")
-@pytest.mark.parametrize("page", [p for p in PAGES if run_files(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if run_files(p)], ids=name_of)
 def test_run_files_can_be_run(page, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     for text in run_files(page):
@@ -147,3 +182,50 @@ def test_every_link_and_picture_is_there():
 def test_no_page_holds_a_placeholder():
     for page in PAGES:
         assert "@@" not in page.read_text(), page.name
+
+
+# ---------------------------------------------------------------- what the tool is said to print
+
+
+@cache
+def messages() -> list[re.Pattern[str]]:
+    """Every sentence in the source, with anything in the place of its values."""
+    found = []
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    re.escape(str(p.value)) if isinstance(p, ast.Constant) else ".*"
+                    for p in node.values
+                ]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts = [re.sub(r"\\{.*?\\}", ".*", re.escape(node.value))]  # for str.format
+            else:
+                continue
+            if len("".join(part for part in parts if part != ".*")) > 12:
+                found.append(re.compile("".join(parts)))
+    return found
+
+
+def quoted(page: Path) -> list[str]:
+    """Lines that a page says are printed: of blocks, and of the first column of `it says`."""
+    text = page.read_text()
+    blocks = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    table = re.search(r"\| it says .*?\n\n", text, flags=re.DOTALL)
+    said = re.findall(r"^\| `(.*?)` \|", table[0], flags=re.MULTILINE) if table else []
+    return [line for block in blocks for line in block.splitlines()] + said
+
+
+OTHERS = ("torch.OutOfMemoryError",)  # what is not printed by us
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs/troubleshooting.md", ROOT / "docs/tutorials/few-steps.md"], ids=name_of
+)
+def test_quoted_messages_are_those_of_the_source(page):
+    known, lines = messages(), quoted(page)
+    assert lines
+    for line in lines:
+        said = re.sub(r"^stillhouse [a-z ]+: ", "", line)
+        if not said.startswith(OTHERS):
+            assert any(pattern.fullmatch(said) for pattern in known), said

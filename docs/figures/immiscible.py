@@ -72,12 +72,12 @@ def one_shot(shown: list[str]) -> None:
         for arm in COLOURS
         if (RESULTS / f"{data}-{arm}-0.png").exists()
     }
-    figure, axes = plt.subplots(1, len(files), figsize=(2.3 * len(files), 2.5), squeeze=False)
+    size = (2.3 * len(files), 2.9)
+    figure, axes = plt.subplots(1, len(files), figsize=size, squeeze=False, layout="constrained")
     for axis, ((data, arm), file) in zip(axes[0], files.items(), strict=True):
         axis.imshow(plt.imread(file))
         axis.set_title(f"{NAMES[data]}\n{arm}")
         axis.axis("off")
-    figure.tight_layout()
     figure.savefig(HERE / "one-shot.png")
 
 

@@ -1,9 +1,12 @@
 """Distribution matching in the engine: who learns from whom, resumed, in pieces, on processes."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from distill.matching_run import (
 )
 from torch import nn
 
-from stillhouse.distill.emd import METHODS, emd
+from stillhouse.distill.emd import METHODS, Still, emd
 from stillhouse.distill.langevin import ChainNoise, Langevin, corrected
 from stillhouse.distill.lora_score import LoraScore
 from stillhouse.distill.matching import Matching, Within, generated, method_evaluations
@@ -163,7 +166,7 @@ def test_the_generator_follows_the_chain_that_its_keys_give():
     report = task.report()
     assert report["watch/gap"] == pytest.approx(float(walk.gaps.mean()))
     assert report["watch/drift"] == pytest.approx(float(walk.drift.mean()))
-    assert report["watch/stiffness"] == pytest.approx(float(walk.stiffness.mean()))
+    assert report["watch/stiffness"] == pytest.approx(float(walk.stiffness.max()))
 
 
 def test_exact_em_weights_a_level_by_its_signal_to_noise_ratio():
@@ -193,6 +196,16 @@ def test_the_spread_is_the_deviation_of_samples_over_all_batches():
     expected = torch.cat(parts).double().var(0, unbiased=False).mean().sqrt()
     assert task.report() == pytest.approx({"watch/gap": 8.5, "watch/spread": float(expected)})
     assert task.report() == {}
+
+
+def test_of_stiffness_the_worst_sample_is_told():
+    """One level at which a chain is about to diverge is no news in a mean over all levels."""
+    task = task_of(HERE)
+    for values in ([0.1, 1.9, 0.1], [0.2, 0.3, 0.1]):
+        task.watched.add(torch.zeros(3, 2), {"stiffness": torch.tensor(values)})
+    assert task.report()["watch/stiffness"] == pytest.approx(1.9)
+    task.watched.add(torch.zeros(1, 2), {"stiffness": torch.tensor([0.4])})
+    assert task.report()["watch/stiffness"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +323,41 @@ def test_training_the_adapters_leaves_the_teacher_as_it_was():
     assert not torch.allclose(task.score(start.noise, sigma, start.condition), faked)
 
 
+@dataclass
+class Apart:
+    """A family's networks outside of the engine."""
+
+    student: nn.Module
+    teacher: Any
+    score: nn.Module
+
+    def generate(self, z, cond):
+        return generated(self.student, z, 2.5, cond)
+
+    @contextmanager
+    def still(self):
+        networks = (self.student.eval(), self.teacher, self.score.eval())
+        yield Still(lambda z, cond: generated(networks[0], z, 2.5, cond), *networks[1:])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_network_for_both_teaches_as_two_networks_do(method):
+    """Also where the gradient goes through teacher and score (sid)."""
+    given, noise = task_of(HERE).rows(batch_of()), ChainNoise(list(range(BATCH)), 0)
+    score = LoraScore(adapted(Blocks())).double()
+    plain = frozen(Blocks().double())
+    found = []
+    for teacher, fake in ((score.teacher, score), (plain, copy.deepcopy(score))):
+        student = Blocks().double()
+        outcome = METHODS[method](Apart(student, teacher, fake), given, noise)
+        outcome.per_sample.sum().backward()
+        found.append([outcome.per_sample, *(p.grad for p in student.parameters())])
+        assert all(p.grad is None for p in fake.parameters())
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+    assert any(g.abs().max() > 1e-3 for g in found[0][1:])
+
+
 def test_adapters_take_their_share_of_memory_and_checkpoints():
     """Of rank 2 in layers of width 256: about 1/64 of a second network and its moments."""
     sizes = {"sizes": {"width": 256, "depth": 4}}
@@ -385,6 +433,7 @@ def test_recomputed_activations_are_those_of_the_chain():
         ("ddp", "emd", False, True),
         ("fsdp", "emd", True, True),
         ("fsdp", "sid", False, False),  # through a teacher that is sharded, too
+        ("fsdp", "sid", True, True),  # through one sharded network, as both
     ],
 )
 def test_two_processes_equal_one(sharding, method, lora, analytic):

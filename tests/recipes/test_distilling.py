@@ -306,6 +306,9 @@ def test_a_student_teaches_one_evaluation(teacher, tmp_path):
     found = json.loads((second.out / "comparison.json").read_text())
     assert found["distance"].keys() == {"student"}  # no other solver walks as its teacher does
     assert found["teacher_steps"] == 5
+    # Nor the 3 steps of a preview: the first row, too, is drawn as its teacher walks.
+    card = (second.out / "model/README.md").read_text()
+    assert "the teacher, 5 evaluations" in card
     assert walk.told  # its network hears a number of steps, so it is given its own
     sample(SampleRun(model=str(second.out / "model"), count=2, out=tmp_path / "drawn"))
 
@@ -315,6 +318,7 @@ def test_a_student_teaches_one_evaluation(teacher, tmp_path):
     [
         (Sfd(refinement=2), "1", "follows a teacher of 3, and this one knows 5"),
         (Sfd(refinement=3, sigma_min=0.1), "1", "walks from 80 to 0.006"),
+        (Sfd(refinement=3, solver=Heun()), "1", "leave --method.solver out"),
     ],
 )
 def test_a_second_stage_that_does_not_fit_its_teacher_is_refused(
@@ -476,6 +480,8 @@ def test_other_words_are_no_evaluations(words):
         ({"model": ""}, "name the model to distil"),
         ({"model": "toy:moons"}, "a toy is a formula"),
         ({"exportable": True, "method": SfdV()}, "cannot tell a student how many steps"),
+        ({"exportable": True, "method": Sfd(sigma_max=40.0)}, "--method.sigma-max out"),
+        ({"exportable": True, "method": Sfd(sigma_min=0.1)}, "leave --method.sigma-min and"),
         ({"adapters": 4}, "no pipeline that adapters could be loaded into"),
         ({"prompts": "none.txt"}, "none.txt cannot be read as a list of prompts"),
         ({"labels": (1,)}, "knows no classes"),

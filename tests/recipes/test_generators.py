@@ -1,6 +1,7 @@
 """`stillhouse distill --method emd`: one-step generators and their family, as runs."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +11,25 @@ import torch
 from PIL import Image
 from recipes.test_distilling import CLASSES, EDM, FLOW, VP, WEIGHTS, bare, distilling, log_of
 from safetensors.torch import load_file, save_file
-from small_models import relative_error
+from small_models import relative_error, small_unet
 
 from stillhouse.cli import main
 from stillhouse.cli.distill import method_of
 from stillhouse.distill.langevin import ChainNoise, Langevin, corrected
 from stillhouse.engine.ema import HalfLife
+from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.pipelines import load_denoiser
 from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
 from stillhouse.process import keyed_normal, starting_noise
-from stillhouse.recipes.distill.comparing import Comparison
+from stillhouse.recipes.distill import correcting
+from stillhouse.recipes.distill.comparing import Comparison, energy
 from stillhouse.recipes.distill.correcting import run as correct
-from stillhouse.recipes.distill.distilling import lesson, run, usual
+from stillhouse.recipes.distill.distilling import DistillRun, lesson, run, usual
 from stillhouse.recipes.distill.generators import GENERATORS, Emd, FDistill, ReverseKL, SidConfig
 from stillhouse.recipes.distill.lessons import Wanted
+from stillhouse.recipes.distill.methods import Sfd
 from stillhouse.recipes.distill.students import load_source, load_student
 from stillhouse.recipes.sampling import Correction, SampleRun
 from stillhouse.recipes.sampling import run as sample
@@ -118,9 +122,34 @@ def test_the_card_tells_spread_and_cost(teacher, tmp_path):
     # the score's after a sample.
     assert found["evaluations_per_image"] == 3 * (1 + 1 + 1 + 2 * 0.5) + (1 + 2) + 1 + (1 + 2)
     assert found["spread"].keys() == {"teacher", "student"}
+    # Not the distance between samples of the same noise, which a generator's need not have.
+    assert "distance" not in found
+    assert not (tmp_path / "run/comparison.png").exists()
     card = (tmp_path / "run/model/README.md").read_text()
     assert f"{found['spread']['student']['1']:.3f}" in card
+    value = found["energy"]["student"]["1"]
+    assert f"nothing in common): {value:.4f}" in card
     assert "noise level 20" in card
+    drawn = []
+    for model, steps in ((tmp_path / "run/model", 1), (teacher, 6)):
+        out = tmp_path / f"drawn{steps}"
+        sample(SampleRun(model=str(model), steps=steps, count=6, seed=1, out=out, tensors=True))
+        drawn.append(load_file(out / "tensors/000000.safetensors")["samples"])
+    assert value == pytest.approx(energy(*drawn), rel=1e-3)
+
+
+def test_energy_tells_distributions_apart_and_not_samples():
+    """Of unit normals m apart, |x - y| is a folded normal; 1 apart for points; without bias."""
+    draws, m = torch.Generator().manual_seed(0), 1.5
+    x, y = torch.randn(2, 2000, 1, 1, 1, generator=draws)
+    own, root = 2 / math.pi**0.5, 2**0.5
+    across = 2 * math.exp(-(m**2) / 4) / math.pi**0.5 + m * math.erf(m / 2)
+    assert energy(x + m, y) == pytest.approx((across - own) / across, abs=0.02)
+    assert energy(x, y) == pytest.approx(0, abs=0.002)
+    assert energy(x, x) == pytest.approx(0, abs=1e-12)
+    assert energy(torch.full((3, 1, 2, 2), root), torch.zeros(3, 1, 2, 2)) == pytest.approx(1)
+    few = [energy(*torch.randn(2, 4, 2, generator=draws)) for _ in range(2000)]
+    assert sum(few) / len(few) == pytest.approx(0, abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +159,7 @@ def test_the_card_tells_spread_and_cost(teacher, tmp_path):
         ({"method": Emd(start=500.0)}, "no level of this model"),
         ({"method": Emd(low=90.0)}, "no levels from --method.low 90"),
         ({"method": Emd(start=2.5), "exportable": True}, "5 or more"),
+        ({"method": Emd(score_rank=4)}, "add --method.score lora"),
     ],
 )
 def test_what_a_generator_cannot_be_is_refused(changes, sentence, teacher, tmp_path):
@@ -143,11 +173,28 @@ def test_the_command_begins_with_the_settings_of_the_method(teacher, tmp_path, c
     assert method_of(["m", "--method.start", "3"]) == ""
     assert usual("emd").optim.betas == (0.0, 0.99)
     assert usual("sfd-v").evaluations == "2..5"
+    assert usual("no such") == DistillRun()
     words = f"distill {teacher} --method emd --langevin 2 --images 8 --batch 4 --device cpu"
     main([*words.split(), "--comparison.count", "0", "--out", str(tmp_path / "run")])
     kept = json.loads((tmp_path / "run/run.json").read_text())["config"]
     assert (kept["method"]["kind"], kept["method"]["langevin"]) == ("emd", 2)
     assert (kept["evaluations"], kept["optim"]["lr"]) == ("1", 2e-6)
+
+
+def test_settings_follow_the_method_also_in_python():
+    plain, given = DistillRun(method=Emd(langevin=3)), DistillRun(method=SidConfig(), batch=8)
+    for config in (plain, given, DistillRun.model_validate({"method": {"kind": "dmd"}})):
+        assert (config.evaluations, config.optim.betas) == ("1", (0.0, 0.99))
+        assert config.optim.lr == 2e-6
+        assert config.averages == (HalfLife(images=20_000),)
+        assert config.comparison.solvers == ()
+    assert given.batch == 8
+    own = {"evaluations": "2", "optim": AdamW(lr=1.0), "averages": ()}
+    asked = DistillRun(method=Emd(), **own)
+    assert all(getattr(asked, name) == value for name, value in own.items())
+    assert DistillRun(method=Sfd()) == DistillRun(method=Sfd(), evaluations="2..5", averages=())
+    again = plain.model_dump(mode="json")
+    assert DistillRun.model_validate(again) == plain
 
 
 # ---------------------------------------------------------------- correction
@@ -197,6 +244,34 @@ def test_a_corrected_sample_is_the_chains(teacher, tmp_path):
     moved = student(7 * found.z, torch.tensor(7.0)) - student(7 * z, torch.tensor(7.0))
     told = json.loads((tmp_path / "out/correction.json").read_text())["moved"]
     assert told == pytest.approx(float(moved.square().mean((1, 2, 3)).sqrt().mean()), rel=1e-4)
+
+
+def test_samples_are_corrected_in_batches_each_by_itself(teacher, tmp_path, monkeypatch):
+    run(distilling(teacher, tmp_path / "run", method=Emd(langevin=1), evaluations="1", images=4))
+    how = Correction(steps=2, level=0.5, latent_step=0.01)
+    asked = SampleRun(model=str(tmp_path / "run/model"), correct=how, count=5, device="cpu")
+    sizes, seen, walk = list[int](), [], correcting.corrected
+
+    def noted(generator, gap, z, *others):
+        sizes.append(len(z))
+        return walk(generator, gap, z, *others)
+
+    monkeypatch.setattr(correcting, "corrected", noted)
+    for batch in (5, 2):
+        correct(asked.model_copy(update={"batch": batch, "out": tmp_path / f"out{batch}"}))
+        seen.append(json.loads((tmp_path / f"out{batch}/correction.json").read_text()))
+    assert sizes == [5, 2, 2, 1]
+    assert seen[1]["gap"] == pytest.approx(seen[0]["gap"], rel=1e-4)
+    for name in ("moved", "stiffness"):
+        assert seen[1][name] == pytest.approx(seen[0][name], rel=1e-4)
+
+
+def test_samples_are_not_corrected_with_another_teacher(teacher, tmp_path):
+    run(distilling(teacher, tmp_path / "run", method=Emd(langevin=1), evaluations="1", images=4))
+    small_unet(seed=5).save_pretrained(teacher)
+    model = str(tmp_path / "run/model")
+    with pytest.raises(UserError, match="distilled from another teacher than is in"):
+        correct(SampleRun(model=model, correct=Correction(steps=2), count=2, out=tmp_path / "out"))
 
 
 def test_only_generators_are_corrected(teacher, tmp_path):

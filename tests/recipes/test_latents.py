@@ -20,9 +20,9 @@ from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.objectives.configs import FlowConfig
 from stillhouse.pipelines import load_codec, load_denoiser
+from stillhouse.recipes.export.exporting import ExportRun, export
 from stillhouse.recipes.plan.planning import describe
 from stillhouse.recipes.preparing import PrepareRun, Task
-from stillhouse.recipes.report.cards import ExportRun, export
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.telling import CaptionText, StoredText

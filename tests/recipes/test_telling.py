@@ -30,8 +30,8 @@ from stillhouse.models.text import packaged
 from stillhouse.objectives.configs import FlowConfig
 from stillhouse.pipelines import load_denoiser
 from stillhouse.process import Condition
+from stillhouse.recipes.export.exporting import ExportRun, export
 from stillhouse.recipes.parts import NoGuidance
-from stillhouse.recipes.report.cards import ExportRun, export
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.subjects import Wish, load_subject

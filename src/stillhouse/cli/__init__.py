@@ -13,6 +13,7 @@ COMMANDS = {
     "evaluate": "measure a model or images against a reference",
     "sample": "draw images from a checkpoint, or trajectories of a 2-D toy",
     "features": "read what a model knows of images from its activations",
+    "demo": "try a model in the browser, beside its student",
 }
 
 
@@ -50,12 +51,18 @@ def run_command(command: str, words: list[str]) -> None:
     """Runs a command; errors that a person can mend are printed as their sentence."""
     from importlib import import_module
 
-    from stillhouse.errors import UserError
+    from stillhouse.errors import UserError, storage_trouble
 
     try:
         import_module(f"stillhouse.cli.{command}").main(words)
     except UserError as error:
         print(f"stillhouse {command}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except OSError as error:
+        sentence = storage_trouble(error)
+        if not sentence:
+            raise
+        print(f"stillhouse {command}: {sentence}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to resume", file=sys.stderr)

@@ -27,6 +27,6 @@ def main(words: Sequence[str]) -> None:
 
 def method_of(words: Sequence[str]) -> str:
     """The last that is named, or none."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
+    pairs = zip(words, [*words[1:], ""], strict=False)
     found = [word.partition("=")[2] or after for word, after in pairs if FLAG.match(word)]
     return found[-1] if found else ""

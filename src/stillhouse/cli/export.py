@@ -1,17 +1,18 @@
-"""`stillhouse export RUN`: see `recipes/report/cards.py`."""
+"""`stillhouse export RUN`: see `recipes/export/exporting.py`."""
 
 from collections.abc import Sequence
 
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.report.cards import ExportRun, export
+    from stillhouse.recipes.export.exporting import ExportRun, export
 
     config = parse(
         ExportRun(),
         words,
         prog="stillhouse export",
-        description="Write a run's model as a diffusers folder with a card.",
+        description="Write a model as a folder to hand on, with a card: for diffusers, ONNX or "
+        "torch.export (--format diffusers onnx), and to the hub (--push-to OWNER/NAME).",
         positional=("run",),
     )
     print(f"see {export(config)}")

@@ -259,6 +259,8 @@ def _read(leaf: _Leaf, spec: PrimitiveConstructorSpec[Any], words: list[str]) ->
     given, why = " ".join(words), f"which does not read as {spec.metavar}"
     if fits and spec.choices:
         why = _not_among(given, spec.choices)
+    elif leaf.annotation is str and len(words) > 1:
+        why = "of which it takes one: quote what belongs together, and put a flag before the rest"
     raise ConfigError(f"{leaf.path} got {given!r}, {why}.")
 
 
@@ -277,7 +279,10 @@ def _read_file(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
+        there = not isinstance(error, OSError)
+        advice = "mend it, with names and plain values" if there else "check the path"
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{path} cannot be read: {reason}: {advice}.") from None
 
 
 def _merge(node: _Node, data: Any) -> None:

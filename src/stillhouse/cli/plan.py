@@ -25,12 +25,26 @@ def main(words: Sequence[str]) -> None:
         raise UserError("name a recipe or a run file: stillhouse plan RECIPE --gpus 8")
     rest, beside = take_own_flags(rest)
     start = recipe_or_file(name, beside.get("--scale", "full"))
+    _check_own(rest, {*PlanRun.model_fields}, {*type(start).model_fields})
     config = parse(start, rest, prog=f"stillhouse plan {name}")
     found = [(leg, plan(leg, place)) for leg in legs(config)]
     if machine:
         print(json.dumps([as_json(leg, place, lines) for leg, lines in found]))
     else:
         print("\n\n".join(show(leg, place, lines) for leg, lines in found))
+
+
+def _check_own(words: Sequence[str], own: Collection[str], theirs: Collection[str]) -> None:
+    """A flag like one of the plan's own is not looked for among the recipe's."""
+    from difflib import get_close_matches
+
+    from stillhouse.errors import UserError
+
+    flags = [word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"]
+    for flag in flags:
+        close = get_close_matches(flag, own, 1, cutoff=0.8)
+        if close and flag not in theirs:
+            raise UserError(f"--{flag} is not a flag here; the closest is --{close[0]}")
 
 
 def _apart(

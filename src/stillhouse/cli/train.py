@@ -74,8 +74,9 @@ def take_own_flags(words: list[str]) -> tuple[list[str], dict[str, str]]:
             rest.append(word)
     if own.get("--scale", "full") not in ("tiny", "full"):
         raise UserError(f"--scale is tiny or full, not {own['--scale']!r}")
-    if not own.get("--processes", "1").isdigit():
-        raise UserError(f"--processes is a number, not {own['--processes']!r}")
+    processes = own.get("--processes", "1")
+    if not processes.isdigit() or not int(processes):
+        raise UserError(f"--processes is a number from 1 on, not {processes!r}")
     return rest, own
 
 
@@ -94,7 +95,7 @@ def recipe_or_file(name: str, scale: str) -> "TrainRun":
         return RECIPES[name](scale)  # type: ignore[arg-type]
     if Path(name).suffix in (".json", ".yaml", ".yml"):
         if scale != "full":
-            raise UserError("--scale belongs to recipes: a run file says what it is")
+            raise UserError("--scale belongs to recipes: leave it out, a run file says what it is")
         return _recorded(Path(name)) or load_yaml_or_json(name, TrainRun())
     close = get_close_matches(name, RECIPES, 1)
     hint = f" Did you mean {close[0]}?" if close else ""

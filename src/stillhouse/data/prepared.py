@@ -78,6 +78,8 @@ class Prepared(Config):
                 f"{self.path} was prepared without captions: prepare it with --text, or leave "
                 "--text stored out"
             )
+        if "/" in text["null"] or "\\" in text["null"]:
+            raise UserError(f"{self.path}/{INDEX} names {text['null']}, which is not in its folder")
         found = load(_read(self.path, dict(self.storage), text["null"]))
         return words_condition(
             [Words(found["tokens"].numpy(), found["pooled"].numpy())], self.index

@@ -26,6 +26,7 @@ from stillhouse.config import Config
 from stillhouse.data import shardfiles
 from stillhouse.data.crops import Size
 from stillhouse.data.faults import Corrupt, Fault
+from stillhouse.data.named import check_named
 from stillhouse.data.rows import (
     Columns,
     Row,
@@ -192,7 +193,9 @@ class Folder(Config):
         if columns.text and columns.text not in data.features:
             data = with_captions(data, columns)
         check_columns(data.features, columns, self.path)
-        return IndexedImages(data, columns, ())
+        images = IndexedImages(data, columns, ())
+        check_named(images.column("image.path"), self.path)  # datasets' own name of it
+        return images
 
 
 def with_captions(data: Any, columns: Columns) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stillhouse.models.adapters import keep_learnt
+from stillhouse.models.adapters import LORA, keep_learnt
 from stillhouse.process import Condition
 
 
@@ -21,10 +21,12 @@ class LoraScore(nn.Module):
 
     def __init__(self, denoiser: nn.Module) -> None:
         super().__init__()
-        if not any(map(adapts, denoiser.modules())):
+        # Once, as every answer of the teacher passes them over; a plain list, which registers none.
+        self.layers = [part for part in denoiser.modules() if adapts(part)]
+        if not self.layers:
             raise ValueError("this denoiser holds no adapters: inject them first")
         for name, weight in denoiser.named_parameters():
-            weight.requires_grad_(".lora_" in name)
+            weight.requires_grad_(LORA in name)
         self.denoiser = denoiser
         keep_learnt(self)
 
@@ -45,15 +47,15 @@ class WithoutAdapters:
         self.score = score
 
     def __call__(self, x: Tensor, sigma: Tensor, cond: Condition | None = None) -> Tensor:
-        with without_adapters(self.score):
+        with without_adapters(self.score, self.score.layers):
             # As a whole: where it is sharded its weights are gathered by its own call.
             return self.score(x, sigma, cond)
 
 
 @contextmanager
-def without_adapters(network: nn.Module) -> Iterator[None]:
+def without_adapters(network: nn.Module, layers: list[Any]) -> Iterator[None]:
     """In evaluation mode, and every adapted layer is its base."""
-    training, layers = network.training, [part for part in network.modules() if adapts(part)]
+    training = network.training
     _pass_over(layers, True)
     if training:
         network.eval()

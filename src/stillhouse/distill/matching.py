@@ -32,6 +32,7 @@ from stillhouse.process.levels import Density, LogUniform
 from stillhouse.solvers.walk import level
 
 SCORE = "score"  # of the fake score, beside the student's `NAME`
+LARGEST = ("stiffness",)  # what is watched for its worst sample: a mean over levels would hide it
 
 # ---------------------------------------------------------------- levels and samples
 
@@ -152,7 +153,7 @@ class Matching:
         return Rows(z, draws.normal(batch).to(z), sigma, weight, part.condition)
 
     def report(self) -> dict[str, float]:
-        """Means since the last line, over all processes: R, the spread of samples, the chain."""
+        """Since the last line, over all processes: R, the spread of samples, the chain."""
         return self.watched.report()
 
 
@@ -180,7 +181,7 @@ class Hosted:
 
 
 class Watched:
-    """Means of what a method tells of its samples, and how far the samples are spread."""
+    """What a method tells of its samples, as means or the largest, and how they are spread."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -188,6 +189,7 @@ class Watched:
 
     def _reset(self) -> None:
         self.count, self.sums = 0, dict[str, Tensor]()
+        self.most = dict[str, Tensor]()  # of `LARGEST`
         self.total: Tensor | None = None  # of samples, element by element
         self.squares: Tensor | None = None  # of all elements of all samples
 
@@ -197,7 +199,11 @@ class Watched:
         self.total = total if self.total is None else self.total + total
         self.squares = squares if self.squares is None else self.squares + squares
         for name, values in numbers.items():
-            self.sums[name] = self.sums.get(name, 0) + values.double().sum()
+            if name in LARGEST:
+                most = values.double().max()
+                self.most[name] = torch.maximum(self.most.get(name, most), most)
+            else:
+                self.sums[name] = self.sums.get(name, 0) + values.double().sum()
 
     def report(self) -> dict[str, float]:
         """`spread`: the standard deviation of an element over samples, root mean square of all."""
@@ -209,9 +215,11 @@ class Watched:
         count, squares, *others = self.world.sum(mine).tolist()
         means = dict(zip(names, (s / count for s in others[: len(names)]), strict=True))
         middle = sum((t / count) ** 2 for t in others[len(names) :]) / size
-        self._reset()
         means["spread"] = max(squares / count / size - middle, 0.0) ** 0.5
-        return {f"watch/{name}": value for name, value in means.items()}
+        every = self.world.gather({name: float(most) for name, most in self.most.items()})
+        largest = {name: max(each[name] for each in every) for name in self.most}
+        self._reset()
+        return {f"watch/{name}": value for name, value in (means | largest).items()}
 
 
 # ---------------------------------------------------------------- what an update costs

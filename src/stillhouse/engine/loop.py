@@ -85,6 +85,15 @@ class LoopConfig(Config):
 Hook = Callable[["Engine"], None]
 
 
+def check_shared(batch: int, processes: int) -> None:
+    """Every process takes as many images of a batch."""
+    if batch % processes:
+        raise UserError(
+            f"a batch of {batch} cannot be shared by {processes} processes: choose another "
+            "--batch, or another number of processes"
+        )
+
+
 class Clock:
     """Images per second and the share of time spent waiting for data, without that of hooks."""
 
@@ -132,8 +141,7 @@ class Engine:
 
         One that exchanges with the other processes must be there on all, at the same place.
         """
-        if config.batch % world.size:
-            raise UserError(f"a batch of {config.batch} cannot be shared by {world.size} processes")
+        check_shared(config.batch, world.size)
         self.task, self.config, self.world = task, config, world
         self.store, self.trackers, self.hooks = store, trackers, hooks
         self.images, self.skips_in_a_row = 0, 0

@@ -176,7 +176,10 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"device {name!r} cannot be used here ({reason})") from error
+        raise UserError(
+            f"device {name!r} cannot be used here ({reason}): leave --device out, or give "
+            "--device cpu"
+        ) from error
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)

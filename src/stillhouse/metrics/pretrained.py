@@ -30,9 +30,10 @@ def load_pretrained(model: Any, kind: str, name: str) -> Loaded:
 
     folder = Path(name).expanduser()
     folder = folder if folder.is_dir() else _fetch(name)
-    found = _read_json(folder / "config.json").get("model_type")
-    if found != kind:
+    config = _read_json(folder / "config.json")
+    if (found := config.get("model_type")) != kind:
         raise UserError(f"{folder} holds a model of type {found}; {kind} is needed")
+    _check_kernels(folder, config)
     files = _weight_files(folder)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -59,6 +60,17 @@ def load_pretrained(model: Any, kind: str, name: str) -> Loaded:
             f"(first: {missing[0]})"
         )
     return Loaded(loaded.eval().requires_grad_(False), folder, fingerprint(files))
+
+
+def _check_kernels(folder: Path, config: dict[str, Any]) -> None:
+    """transformers would fetch attention from the hub, which is code, where a config names it."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    asked = [value for part in parts for key, value in part.items() if "attn_impl" in key]
+    if strange := [value for value in asked if "/" in str(value)]:
+        raise UserError(
+            f"{folder / 'config.json'} asks for code of the hub ({strange[0]}), which is never "
+            "run: take its attn_implementation away"
+        )
 
 
 def _fetch(name: str) -> Path:

@@ -1,8 +1,23 @@
-"""Networks of which a part is learnt, as with LoRA's adapters: only that part is in checkpoints."""
+"""Networks of which a part is learnt: LoRA's adapters, and checkpoints that hold only what is.
 
+An adapter of rank r adds B(A(x)) to what a frozen layer answers (Hu et al. 2022): A leads into r
+channels, with the layer's own kernel, and B out of them. B is 0 at first, so that nothing is added.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from stillhouse.errors import UserError, missing_extra
+from stillhouse.files import write_whole
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
+LORA = ".lora_"  # in the names of all weights of adapters
 
 
 def keep_learnt(module: nn.Module) -> None:
@@ -21,3 +36,92 @@ def _recall_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *rest:
     for name, weight in module.named_parameters():
         if not weight.requires_grad:
             state.setdefault(f"{prefix}{name}", weight.detach())
+
+
+# ---------------------------------------------------------------- adapters on most layers
+
+
+def adapter_sizes(network: nn.Module, rank: int) -> dict[str, int]:
+    """Numbers in the adapters of every layer that gets some, by its name.
+
+    Linear layers and convolutions that have more numbers than their adapters would.
+    """
+    found: dict[str, int] = {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
+            outward, *inward = layer.weight.shape
+            size = rank * (torch.Size(inward).numel() + outward)
+            if size < layer.weight.numel():
+                found[name] = size
+    return found
+
+
+def add_adapters(network: nn.Module, rank: int) -> dict[str, Any]:
+    """In place, in float32; returns the arguments of peft's LoraConfig."""
+    names = adapter_sizes(network, rank)
+    if not names:
+        raise UserError(f"adapters of rank {rank} are no smaller than any layer: choose a lower")
+    # One expression for all: in a list a name would also stand for others that end with it.
+    options = lora_options(rank, "|".join(map(re.escape, names)))
+    _inject(network, options)
+    return options
+
+
+def lora_options(rank: int, layers: str) -> dict[str, Any]:
+    """Adapters that count 1 each, on layers whose names match."""
+    return {
+        "r": rank,
+        "lora_alpha": float(rank),
+        "target_modules": layers,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+
+
+def _inject(network: nn.Module, options: Mapping[str, Any]) -> None:
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_extra("peft", "finetune") from error
+    peft.inject_adapter_in_model(peft.LoraConfig(**options), network)
+    for name, weight in network.named_parameters():
+        if LORA in name:
+            weight.data = weight.data.float()  # also where the layers' own are of half precision
+
+
+def save_adapters(
+    folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], images: int
+) -> None:
+    """`weights` by the network's own names, as `PeftModel.from_pretrained(network, folder)` opens.
+
+    The weights come last, and every file appears whole.
+    """
+    from safetensors.torch import save
+
+    config = json.dumps({"peft_type": "LORA", **options}, indent=2) + "\n"
+    write_whole(folder / CONFIG, config.encode())
+    named = {_stored(k): w.contiguous() for k, w in weights.items() if LORA in k}
+    write_whole(folder / WEIGHTS, save(named, metadata={"images": str(images)}))
+
+
+def load_adapters(network: nn.Module, folder: Path) -> dict[str, Any]:
+    """In place: what `save_adapters` has written; returns the arguments of peft's LoraConfig."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        options = json.loads((folder / CONFIG).read_text())
+        found = load_file(folder / WEIGHTS)
+        options = lora_options(int(options["r"]), str(options["target_modules"]))
+        _inject(network, options)
+        own = {_stored(k): w for k, w in network.named_parameters() if LORA in k}
+        with torch.no_grad():
+            for name in {*own, *found}:
+                own[name].copy_(found[name])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the adapters in {folder} do not fit this network ({error})") from error
+    return options
+
+
+def _stored(name: str) -> str:
+    return f"base_model.model.{name.replace('.default.', '.')}"

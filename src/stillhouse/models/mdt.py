@@ -225,7 +225,7 @@ class MDTTransformer2DModel(ModelMixin, ConfigMixin):
 
     def _unpatchify(self, h: Tensor, height: int, width: int) -> Tensor:
         patch = self.pos_embed.patch_size
-        pixels = h.view(len(h), height, width, patch, patch, self.out_channels)
+        pixels = h.view(h.shape[0], height, width, patch, patch, self.out_channels)
         return pixels.permute(0, 5, 1, 3, 2, 4).reshape(
-            len(h), self.out_channels, height * patch, width * patch
+            h.shape[0], self.out_channels, height * patch, width * patch
         )

@@ -183,9 +183,10 @@ def _find_parts(folder: Path) -> Places:
             "config.json."
         )
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    inner = f" The model of that run is {folder / 'model'}." if (folder / "model").is_dir() else ""
     raise UnreadableCheckpoint(
         f"{folder} is no diffusers checkpoint: it has neither model_index.json nor config.json "
-        f"(found: {found})."
+        f"(found: {found}).{inner}"
     )
 
 
@@ -279,8 +280,9 @@ def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
         )
     except Exception as error:  # diffusers has no error class of its own
         reason = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(".")
+        advice = " Its files may not be whole: fetch them again." * isinstance(error, OSError)
         raise UnreadableCheckpoint(
-            f"the {name} in {folder} could not be loaded ({reason})."
+            f"the {name} in {folder} could not be loaded ({reason}).{advice}"
         ) from error
     finally:
         torch.set_default_dtype(before)  # diffusers leaves its own behind when it fails

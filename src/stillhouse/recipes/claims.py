@@ -4,9 +4,10 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import IO, Any
 
 from stillhouse.errors import UserError
@@ -42,6 +43,12 @@ def differences(
     return found
 
 
+def listed(changed: Sequence[str], most: int = 5) -> str:
+    """Differences as part of a sentence; a run of another kind has dozens."""
+    more = [f"and {len(changed) - most} more"] if len(changed) > most else []
+    return "; ".join([*(shorten(text, 120) for text in changed[:most]), *more])
+
+
 @contextmanager
 def claimed(
     folder: Path, run: dict[str, Any], seen: dict[str, Any], free: Collection[str]
@@ -55,7 +62,7 @@ def claimed(
         claim = folder / "run.json"
         if claim.exists() and (changed := _changes(claim, run, seen, free)):
             raise UserError(
-                f"{folder} holds another run ({'; '.join(changed)}). Choose another --out, "
+                f"{folder} holds another run ({listed(changed)}). Choose another --out, "
                 "or remove it"
             )
         write_whole(claim, json.dumps({"run": run, "seen": seen}, indent=2).encode())
@@ -75,13 +82,21 @@ def _changes(
     return changed if begun else []
 
 
+def make_folder(folder: Path, advice: str = "choose another --out") -> None:
+    """With all that lead to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written to ({error}): {advice}") from error
+
+
 @contextmanager
 def locked(folder: Path, advice: str = "choose another --out") -> Iterator[None]:
     """Refuses a second run in the same folder. The lock goes with its process, however it ends."""
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise UserError(f"{folder} cannot be written to ({error})") from error
+        raise UserError(f"{folder} cannot be written to ({error}): {advice}") from error
     with file:
         _lock(file, folder, advice)
         _held.add(file)

@@ -36,7 +36,7 @@ from stillhouse.models import Codec
 from stillhouse.models.text import TextEncoder, packaged
 from stillhouse.pipelines import load_codec, resolve_folder
 from stillhouse.recipes import known_data
-from stillhouse.recipes.claims import differences, locked
+from stillhouse.recipes.claims import differences, listed, locked
 from stillhouse.recipes.progress import progress_bar
 
 CLAIM = "run.json"
@@ -176,7 +176,8 @@ class CodecFactory:
     digest: str = ""
 
     def load(self, device: str) -> Codec:
-        codec = load_codec(self.name, dtype=getattr(torch, self.dtype), device=device)
+        """In float32, in which every codec has one digest, whatever it will compute in."""
+        codec = load_codec(self.name, device=device)
         if codec is None:
             raise UserError(
                 f"{self.name} has no autoencoder: name a diffusers pipeline of latents, or the "
@@ -188,7 +189,7 @@ class CodecFactory:
         codec = self.load(device)
         if codec.digest != self.digest:
             raise UserError(f"the codec {self.name} is another one here than where the job began")
-        return codec.encode
+        return codec.to(getattr(torch, self.dtype)).encode
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,9 @@ class Task:
         try:
             folder.make()
         except OSError as error:
-            raise UserError(f"{folder} cannot be written to ({error})") from error
+            raise UserError(
+                f"{folder} cannot be written to ({error}): choose another --out"
+            ) from error
         with locked(Path(folder.path)) if folder.local else nullcontext():
             self._claim()
             yield
@@ -320,7 +323,7 @@ class Task:
             changed = self._changes(old, settings)
             if changed and ("seen" not in old or (self.folder / SUMMARIES).names()):
                 raise UserError(
-                    f"{self.folder} holds shards of another run ({'; '.join(changed)}). Choose "
+                    f"{self.folder} holds shards of another run ({listed(changed)}). Choose "
                     "another --out, or remove it"
                 )
         elif any(name.endswith(".parquet") for name in self.folder.names()):

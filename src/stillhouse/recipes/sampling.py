@@ -23,7 +23,7 @@ from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.process import KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
-from stillhouse.recipes.claims import differences
+from stillhouse.recipes.claims import differences, make_folder
 from stillhouse.recipes.parts import (
     Config,
     Dpmpp3M,
@@ -168,7 +168,9 @@ def build_grid(config: SampleRun, subject: Subject, device: torch.device) -> Ten
             return _search(config, config.grid, subject, device)
         return config.grid.build(subject.scaling, config.step_count)
     except ValueError as error:
-        raise UserError(f"there is no such grid: {error}") from error
+        raise UserError(
+            f"there is no such grid: {error}; choose other --steps or another --grid"
+        ) from error
 
 
 def _search(
@@ -327,11 +329,8 @@ def write_record(out: Path, record: dict[str, Any]) -> None:
 def claim_folder(config: SampleRun, subject: Subject, device: torch.device) -> None:
     """Starts the output folder, or makes sure that it belongs to this very run."""
     out, record = config.out, start_record(config, subject)
-    try:
-        for part in ("images", "tensors"):
-            (out / part).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error})") from error
+    for folder in (out, out / "images", out / "tensors"):
+        make_folder(folder)
     drawn = any((out / "images").iterdir()) or any((out / "tensors").iterdir())
     if not drawn:  # nothing here yet that a mistake of an earlier try could spoil
         record["sigmas"] = build_grid(config, subject, device).tolist()

@@ -175,14 +175,14 @@ def _check_conditions(name: str, network: Any, wish: Wish, own: bool = False) ->
     parts = network.told
     told = own or bool(parts.text)
     if not network.classes and wish.labels:
-        raise UserError(f"{name} knows no classes: --labels needs them")
+        raise UserError(f"{name} knows no classes: leave labels out")
     guided = isinstance(wish.guidance, ClassifierFree | TwoTermGuidance)
     if guided and not (network.classes or told):
         raise UserError(f"{name} knows neither classes nor prompts: there is nothing to guide to")
     if told and not wish.prompts:
         raise UserError(
-            f"{name} draws what it is told: give --prompt 'a red apple', or for an evaluation a "
-            "file of --prompts"
+            f"{name} draws what it is told: give --prompt 'a red apple', or where many are drawn "
+            "a file of --prompts"
         )
     if wish.prompts and not told:
         raise UserError(f"{name} takes no prompts: leave them out")
@@ -234,7 +234,10 @@ def _null_label(asked: int | None, network: Any) -> int | None:
     if asked is None:
         return network.null_label
     if asked not in {*range(network.classes or 0), network.null_label}:
-        raise UserError(f"--null-label {asked} is not among the model's {network.classes} classes")
+        raise UserError(
+            f"--null-label {asked} is not among the model's {network.classes or 0} classes: leave "
+            "it out, or give one of them, from 0 on"
+        )
     return asked
 
 
@@ -242,7 +245,10 @@ def _labels(asked: Sequence[int], classes: int, null: int | None) -> tuple[int, 
     labels = tuple(asked) or tuple(label for label in range(classes) if label != null)
     for label in labels:
         if label not in {*range(classes), null}:
-            raise UserError(f"label {label} is not among the model's {classes} classes")
+            raise UserError(
+                f"label {label} is not among the model's {classes} classes: give a number from 0 "
+                f"to {classes - 1}"
+            )
     return labels
 
 

@@ -1,4 +1,4 @@
-"""The card of a student: samples, and its distance to the teacher beside other ways to hurry."""
+"""The card of a student: samples, and how far it is from its teacher beside other few steps."""
 
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,12 @@ def write_card(config: "DistillRun", record: dict[str, Any]) -> None:
 
 def spell_card(config: "DistillRun", record: dict[str, Any]) -> str:
     generator = isinstance(config.method, Matched)
-    numbers = ", ".join(map(str, record["distance"]["student"]))
+    numbers = ", ".join(map(str, record["spread"]["student"]))
     parts = [
         "---\nlibrary_name: diffusers\ntags: [stillhouse, diffusion, distillation]\n---",
         "# A one-step generator" if generator else "# A student of few evaluations",
         "![Samples](samples.png)",
-        f"*First row: the teacher, {config.preview.steps} evaluations. Below: the student with "
+        f"*First row: the teacher, {record['preview_steps']} evaluations. Below: the student with "
         f"{numbers}, from the same noise; not chosen.*",
         *(tell_generator(config, record) if generator else tell_walks(config, record)),
         f"Cost: {record['evaluations_per_image']:g} network evaluations per image, a backward pass "
@@ -60,7 +60,7 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
 
 def tell_generator(config: "DistillRun", record: dict[str, Any]) -> list[str]:
     """Of one that draws what its teacher draws, but not from the same noise."""
-    spread = record["spread"]
+    spread, energy = record["spread"], record["energy"]["student"][1]
     return [
         f"Distilled by `{config.method.kind}` on {record['images']:,} samples of its own, without "
         f"data. It answers at noise level {record['start']:g} and no other; `stillhouse sample` "
@@ -68,5 +68,6 @@ def tell_generator(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         f"Spread of {record['count']} samples (standard deviation of a pixel in [-1, 1]): "
         f"{spread['student'][1]:.3f}, of the teacher's {record['teacher_steps']} steps "
         f"{spread['teacher']:.3f}. Much less than the teacher's would mean that it has lost some "
-        "of what its teacher draws; `stillhouse evaluate` measures recall.",
+        "of what its teacher draws; `stillhouse evaluate` measures recall. Energy coefficient of "
+        f"the two (0: the same distribution, 1: nothing in common): {energy:.4f}.",
     ]

@@ -1,8 +1,13 @@
-"""How near a student comes to its teacher's long walks, beside solvers with as few evaluations."""
+"""How near a student comes to its teacher's long walks, beside solvers with as few evaluations.
+
+Students of walks must end where these end, from the same noise: `distance`. One-step generators
+draw from the same distribution, from noise of their own: `energy`.
+"""
 
 import json
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
@@ -14,6 +19,7 @@ from stillhouse.files import write_whole
 from stillhouse.process import starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.distill.cards import write_card
+from stillhouse.recipes.distill.generators import Matched
 from stillhouse.recipes.distill.students import Source, as_student
 from stillhouse.recipes.distill.watching import draw_all
 from stillhouse.recipes.parts import SearchedGrid, solver
@@ -29,7 +35,7 @@ GITS, FINE = "gits", 41  # its fine levels
 
 
 class Comparison(Config):
-    """At the end: distance to the teacher's long walks from the same noise."""
+    """At the end: distance to the teacher's long walks."""
 
     count: NonNegativeInt = 64
     """Samples; 0: nothing is compared."""
@@ -44,9 +50,9 @@ class Comparison(Config):
 
 
 def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:
-    """Root mean squared distances of decoded images in [-1, 1], by kind and evaluations."""
+    """Distances of decoded images in [-1, 1], by kind and evaluations."""
     wanted, subject = config.comparison, source.subject
-    if not wanted.count:
+    if wanted.count < 1 + generator(config):  # distributions are compared by pairs
         return {}
     counts = walk.evaluations
     steps = source.long_walk(wanted.steps)
@@ -55,27 +61,29 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
     def drawn(whose: Subject, grid: Tensor | None = None, **how: Any) -> Tensor:
         return draw_all(whose, base.model_copy(update=how), wanted.count, engine, grid)
 
+    measure, apart = ("energy", energy) if generator(config) else ("distance", distance)
     goal = drawn(subject, steps=steps)
     rows: dict[str, dict[int, float]] = {}
     with engine.networks[NAME].evaluating(config.shown) as network:
         student = as_student(subject, network, walk)
         found = {n: drawn(student, steps=n) for n in counts}
-    rows["student"] = {n: distance(found[n], goal) for n in counts}
+    rows["student"] = {n: apart(found[n], goal) for n in counts}
     spreads = {"teacher": spread(goal), "student": {n: spread(found[n]) for n in counts}}
     # A teacher that is a student itself knows its own walks alone.
     for name in wanted.solvers if subject.walk is None else ():
         search = searched(wanted, subject, counts, engine) if name == GITS else {}
         how = solver("ipndm" if name == GITS else name)
         found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
-        rows[name] = {n: distance(found[n], goal) for n in counts}
+        rows[name] = {n: apart(found[n], goal) for n in counts}
     each = engine.task.evaluations_per_image  # type: ignore[attr-defined]
     walks = getattr(config.method, "walks", 0) or engine.images
     cost = each.total(config.guidance.calls, min(1.0, walks / engine.images))
     record = {
-        "distance": rows,
+        measure: rows,
         "spread": spreads,
         "count": wanted.count,
         "teacher_steps": steps,
+        "preview_steps": source.long_walk(config.preview.steps),
         "images": engine.images,
         "start": walk.sigma_max,
         "evaluations_per_image": cost,
@@ -83,7 +91,8 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
     }
     if engine.world.rank == 0:
         write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
-        plot(record, config)
+        if not generator(config):
+            plot(record, config)
         write_card(config, record)
     return record
 
@@ -103,6 +112,27 @@ def searched(
 
 def distance(found: Tensor, goal: Tensor) -> float:
     return float((found.double() - goal.double()).square().mean().sqrt())
+
+
+def energy(found: Tensor, goal: Tensor) -> float:
+    """How far apart two distributions are, from 0 to 1: (2 E|x - y| - E|x - x'| - E|y - y'|)/(2
+    E|x - y|), the energy coefficient (Szekely & Rizzo 2013).
+
+    Without bias, so it may fall below 0: of pairs of different numbers alone, as samples of one
+    number have their noise in common; classes are then dealt alike to all three.
+    """
+    x, y = found.double().flatten(1), goal.double().flatten(1)
+    if not len(x):  # the first process alone has samples
+        return float("nan")
+    other = ~torch.eye(len(x), dtype=torch.bool)
+    across, own, theirs = (
+        float(torch.cdist(a, b)[other].mean()) for a, b in ((x, y), (x, x), (y, y))
+    )
+    return (2 * across - own - theirs) / max(2 * across, 1e-30)
+
+
+def generator(config: "DistillRun") -> bool:
+    return isinstance(config.method, Matched)
 
 
 def spread(found: Tensor) -> float:

@@ -10,28 +10,37 @@ learn.
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from stillhouse.distill.langevin import ChainNoise, Corrected, Langevin, corrected, root_mean_square
+from stillhouse.distill.langevin import ChainNoise, Langevin, corrected, root_mean_square
 from stillhouse.distill.matching import generated
 from stillhouse.engine.world import world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
-from stillhouse.pipelines import load_denoiser
-from stillhouse.process import keyed_normal, starting_noise
+from stillhouse.process import Denoiser, keyed_normal, starting_noise
 from stillhouse.recipes import pictures
+from stillhouse.recipes.distill.scores import FOLDER, load_score
+from stillhouse.recipes.distill.students import teacher_digest, teacher_folder
 from stillhouse.recipes.judge.galleries import model_folder
 from stillhouse.recipes.parts import Guidance, NoGuidance
 from stillhouse.recipes.sampling import SampleRun, wish_of
 from stillhouse.recipes.subjects import Subject, load_subject
 from stillhouse.recipes.train.folders import read_record
 
-SCORE = "score"  # the folder of the fake score, beside the generator's
 COLUMNS = 8
+
+
+class Moved(NamedTuple):
+    """Samples before and after, and how their chains went."""
+
+    before: Tensor
+    after: Tensor
+    gaps: Tensor  # [B, K]
+    stiffness: Tensor  # [B]
 
 
 def run(config: SampleRun) -> Path:
@@ -48,17 +57,25 @@ def run(config: SampleRun) -> Path:
                 "only those have samples to correct"
             )
         record = read_record(home(config))
-        if not record or not (home(config) / SCORE).is_dir():
+        if not record or not (home(config) / FOLDER).is_dir():
             raise UserError(
                 f"{config.model} is corrected with its teacher and its fake score, which are known "
-                "to the run that it came from: name RUN/model (whole pipelines keep no fake score)"
+                "to the run that it came from: name RUN/model (of whole pipelines a run keeps "
+                "--method.score lora alone)"
             )
         guidance = TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
-        taught = model_folder(record["config"]["model"])
-        teacher = load_subject(taught, replace(plain, guidance=guidance))
-        score: Any = load_denoiser(home(config) / SCORE).to(here.device).eval()
-        found = walked(config, student, teacher, score, here.device)
-    return draw(config, student, *found)
+        taught = teacher_folder(model_folder(record["config"]["model"]))
+        if record.get("teacher") not in (None, teacher_digest(taught)):
+            raise UserError(
+                f"{config.model} was distilled from another teacher than is in {taught} now: bring "
+                "that one back to correct its samples"
+            )
+        subject = load_subject(str(taught), replace(plain, guidance=guidance))
+        teacher, score = load_score(home(config) / FOLDER, subject, guidance)
+        starts = range(0, config.count, config.batch)
+        batches = [list(range(i, min(i + config.batch, config.count))) for i in starts]
+        parts = [walked(config, student, teacher, score, some, here.device) for some in batches]
+    return draw(config, student, Moved(*map(torch.cat, zip(*parts, strict=True))))
 
 
 def home(config: SampleRun) -> Path:
@@ -68,11 +85,16 @@ def home(config: SampleRun) -> Path:
 
 
 def walked(
-    config: SampleRun, student: Subject, teacher: Subject, score: Any, device: torch.device
-) -> tuple[Tensor, Tensor, Corrected]:
-    """Samples before and after, and how the chain went."""
+    config: SampleRun,
+    student: Subject,
+    teacher: Denoiser,
+    score: Denoiser,
+    indices: list[int],
+    device: torch.device,
+) -> Moved:
+    """The samples with these numbers, which do not depend on those beside them."""
     assert student.walk is not None
-    how, start, indices = config.correct, student.walk.sigma_max, list(range(config.count))
+    how, start = config.correct, student.walk.sigma_max
     z = starting_noise(student.shape, indices, seed=config.seed).float().to(device)
     eps = keyed_normal(student.shape, indices, seed=config.seed, purpose="correct").to(z)
     cond, sigma = student.condition(indices, device, config.seed), z.new_full((len(z),), how.level)
@@ -82,25 +104,24 @@ def walked(
 
     def gap(x: Tensor, sigma: Tensor) -> Tensor:
         with torch.no_grad():
-            return teacher.denoiser(x, sigma, cond) - score(x, sigma, cond)
+            return teacher(x, sigma, cond) - score(x, sigma, cond)
 
     chain = Langevin(how.steps, how.noise_step, how.latent_step)
     found = corrected(generate, gap, z, eps, sigma, chain, ChainNoise(indices, config.seed))
     with torch.no_grad():
-        return generate(z), generate(found.z), found
+        return Moved(generate(z), generate(found.z), found.gaps, found.stiffness)
 
 
-def draw(
-    config: SampleRun, student: Subject, before: Tensor, after: Tensor, chain: Corrected
-) -> Path:
+def draw(config: SampleRun, student: Subject, found: Moved) -> Path:
+    before, after, gaps, _ = found
     config.out.mkdir(parents=True, exist_ok=True)
     target = config.out / "correction.png"
     facts = {
         "steps": config.correct.steps,
         "level": config.correct.level,
-        "gap": {"first": float(chain.gaps[:, 0].mean()), "last": float(chain.gaps[:, -1].mean())},
+        "gap": {"first": float(gaps[:, 0].mean()), "last": float(gaps[:, -1].mean())},
         "moved": float(root_mean_square(after - before).mean()),
-        "stiffness": float(chain.stiffness.max()),
+        "stiffness": float(found.stiffness.max()),
     }
     write_whole(config.out / "correction.json", (json.dumps(facts, indent=2) + "\n").encode())
     if student.toy is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from stillhouse.distill.matching import SCORE
 from stillhouse.distill.progressive import halvings
@@ -26,21 +26,20 @@ from stillhouse.engine.optimisers import AdamW, Optimiser, Steps
 from stillhouse.engine.updates import NetworkConfig
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
-from stillhouse.files import fingerprint
-from stillhouse.pipelines import checkpoint_files
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.comparing import Comparison, compare
 from stillhouse.recipes.distill.generators import GENERATORS, Matched
 from stillhouse.recipes.distill.lessons import Lesson, Wanted
 from stillhouse.recipes.distill.methods import Method, ProgressiveConfig, SfdV
-from stillhouse.recipes.distill.students import Source, load_source, load_student
-from stillhouse.recipes.distill.told import Conditions
-from stillhouse.recipes.distill.watching import (
-    ScoreExporter,
-    StudentDrawer,
-    StudentExporter,
-    StudentPreview,
+from stillhouse.recipes.distill.scores import FOLDER, ScoreExporter, exported, with_score
+from stillhouse.recipes.distill.students import (
+    Source,
+    load_source,
+    load_student,
+    teacher_digest,
 )
+from stillhouse.recipes.distill.told import Conditions
+from stillhouse.recipes.distill.watching import StudentDrawer, StudentExporter, StudentPreview
 from stillhouse.recipes.parts import Guidance, NoGuidance
 from stillhouse.recipes.train.folders import write_record
 from stillhouse.recipes.train.sessions import (
@@ -52,9 +51,17 @@ from stillhouse.recipes.train.sessions import (
     stopping,
 )
 
+# What generators begin with where nothing else is asked for: their papers', not SFD's.
+USUAL: dict[str, Any] = {
+    "evaluations": "1",
+    "optim": AdamW(lr=2e-6, betas=(0.0, 0.99)),
+    "averages": (HalfLife(images=20_000),),
+    "comparison": Comparison(solvers=()),
+}
+
 
 class DistillRun(LongRun):
-    """A distillation."""
+    """A distillation. What is not given is as the paper of the method has it."""
 
     model: str = ""
     """The teacher: a diffusers directory, a run's folder, or a hub id."""
@@ -97,17 +104,18 @@ class DistillRun(LongRun):
     comparison: Comparison = Comparison()
     out: Path = Path("runs/student")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_method(cls, given: Any) -> Any:
+        method = given.get("method") if isinstance(given, dict) else None
+        kind = method.get("kind") if isinstance(method, dict) else getattr(method, "kind", "")
+        return {**USUAL, **given} if kind in GENERATORS else given
+
 
 def usual(method: str) -> DistillRun:
-    """The settings that a method begins with: those of its paper, where they differ."""
-    if method not in GENERATORS:
-        return DistillRun()
-    return DistillRun(
-        evaluations="1",
-        optim=AdamW(lr=2e-6, betas=(0.0, 0.99)),
-        averages=(HalfLife(images=20_000),),
-        comparison=Comparison(solvers=()),
-    )
+    """The settings that a method begins with; of one that is not known, those of any."""
+    known: dict[str, Any] = {"method": {"kind": method}} if method in GENERATORS else {}
+    return DistillRun(**known)
 
 
 def run(config: DistillRun) -> DistillRun:
@@ -149,6 +157,7 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         walk = plan_walk(config, source, numbers)
         torch.manual_seed(config.seed)  # what is new in it is the same on every process
         student = load_student(config, source, walk)
+        source = with_score(config, source, here)
         task = config.method.task(lesson(config, source, student, walk, here))
         hooks = build_hooks(config, source, student, walk)
         engine = Engine(
@@ -163,7 +172,10 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         if found is not None:
             engine.resume(found)
         parameters = sum(p.numel() for p in student.parameters())
-        origins = {"teacher": teacher_digest(source), "prompts": prompts_digest(source.prompts)}
+        origins = {
+            "teacher": teacher_digest(source.folder),
+            "prompts": prompts_digest(source.prompts),
+        }
         here.first(lambda: write_record(config, parameters, origins))
         conditions = Conditions(source.subject, config.seed, config.drop)
         starts = Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
@@ -240,6 +252,7 @@ def lesson(
         here,
         config.seed,
         config.out,
+        source.score,
     )
 
 
@@ -252,8 +265,8 @@ def build_hooks(
         (config.preview.every, drawer),
         (config.checkpoint_every, exporter),
     ]
-    if isinstance(config.method, Matched) and not source.pipeline:
-        score = ScoreExporter(source, student, config.out / "score")
+    if exported(config, source):
+        score = ScoreExporter(source, student, config.out / FOLDER)
         hooks.append((config.checkpoint_every, score))
     return hooks
 
@@ -270,9 +283,3 @@ def build_exporter(
 def prompts_digest(prompts: tuple[str, ...]) -> str:
     """Of the prompts themselves: a file of the same name may say something else by now."""
     return sha256("\n".join(prompts).encode()).hexdigest()
-
-
-def teacher_digest(source: Source) -> str:
-    return fingerprint(
-        [file for files in checkpoint_files(source.folder).values() for file in files]
-    )

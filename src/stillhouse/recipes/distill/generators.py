@@ -29,6 +29,7 @@ from stillhouse.recipes.distill.lessons import Lesson, Wanted
 
 GENERATORS = tuple(emd.METHODS)  # the names of these methods
 START = 20.0  # log-SNR -6, the paper's
+RANK = 16  # of a fake score that is adapters
 LEAST = 5.0  # of exportable generators, whose pipelines begin with 2% more or less noise from there
 
 
@@ -44,6 +45,11 @@ class Matched(Config, ABC):
     """... up to this one: 80, or the model's noisiest."""
     weighting: Literal["x0", "eps"] = "x0"
     """Of levels: x0 counts all alike, eps by 1/sigma^2."""
+    score: Literal["full", "lora"] = "full"
+    """The fake score: a network of its own, or LoRA adapters on the teacher (peft), which need less
+    memory."""
+    score_rank: PositiveInt = RANK
+    """Of those adapters."""
     score_steps: PositiveInt = 1
     """Updates of the fake score for each of the generator."""
     score_rate: PositiveFloat = 5.0
@@ -53,6 +59,8 @@ class Matched(Config, ABC):
         """One step, from the generator's level to its answer."""
         if wanted.evaluations != (1,):
             raise UserError(f"--method {self.name} gives one-step generators: --evaluations 1")
+        if self.score == "full" and self.score_rank != RANK:
+            raise UserError("--method.score-rank is of adapters: add --method.score lora")
         if wanted.told:
             raise UserError(f"--method {self.name} begins with a model that takes many steps")
         scaling = wanted.scaling
@@ -86,11 +94,10 @@ class Matched(Config, ABC):
     def task(self, lesson: Lesson) -> Matching:
         if lesson.earlier is not None:
             raise UserError("a generator learns from a model that takes many steps, no student")
-        student, levels = lesson.student, self.levels(lesson.process)
-        network = copy.deepcopy(student.network)
+        levels = self.levels(lesson.process)
         return Matching(
-            student,
-            NetworkDenoiser(network, lesson.process, student.prediction).train(),
+            lesson.student,
+            lesson.score or full_score(lesson),
             lesson.teacher,
             lesson.walk.sigma_max,
             lesson.world,
@@ -111,6 +118,12 @@ class Matched(Config, ABC):
     @abstractmethod
     def method(self) -> emd.Method:
         """The generator's update."""
+
+
+def full_score(lesson: Lesson) -> NetworkDenoiser:
+    """A network of its own that begins as the student does, of the teacher's process."""
+    network = copy.deepcopy(lesson.student.network)
+    return NetworkDenoiser(network, lesson.process, lesson.student.prediction).train()
 
 
 class Emd(Matched):

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.world import World
 from stillhouse.process import Denoiser, NetworkDenoiser, Scaling
@@ -21,6 +23,7 @@ class Lesson:
     world: World
     seed: int
     folder: Path  # of the run
+    score: nn.Module | None = None  # of a generator, where it is adapters on the teacher
 
     @property
     def scaling(self) -> Scaling:

@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from stillhouse.config import Config
 from stillhouse.distill.consistency import ConsistencyDistillation
-from stillhouse.distill.grids import evaluations_of, timestamps_for
+from stillhouse.distill.grids import SIGMA_MIN, evaluations_of, timestamps_for
 from stillhouse.distill.progressive import Progressive
 from stillhouse.distill.sfd import DISTANCES, SFD
 from stillhouse.distill.trajectories import Kept, Teacher, earlier_student
@@ -37,7 +37,7 @@ START = 80.0  # the first level of students of a process whose own is infinite
 class Walked(Config):
     """What all have: where walks begin and end."""
 
-    sigma_min: PositiveFloat = 0.006
+    sigma_min: PositiveFloat = SIGMA_MIN
     """Where walks end, unless they are exportable; 0.1 for Stable Diffusion."""
     sigma_max: PositiveFloat | None = None
     """Where they begin; the model's own noisiest level, or 80 where that has no signal left."""
@@ -83,6 +83,11 @@ class Sfd(Walked):
                 "plain diffusers cannot tell a student how many steps there are: give --method "
                 "sfd, or leave --exportable out and sample with Stillhouse"
             )
+        if exportable and (self.sigma_min, self.sigma_max) != (SIGMA_MIN, None):
+            raise UserError(
+                "an exportable student walks between the ends that its scheduler has: leave "
+                "--method.sigma-min and --method.sigma-max out"
+            )
         return self.few_steps(
             self.kind,
             wanted,
@@ -100,6 +105,11 @@ class Sfd(Walked):
             teacher = Teacher(lesson.teacher, grids, self.refinement, solve, lowered)
         else:
             check_second_stage(lesson.earlier, walk, self.refinement)
+            if self.solver != type(self).model_fields["solver"].default:
+                raise UserError(
+                    "a teacher that is a student itself walks as it was taught to: leave "
+                    "--method.solver out"
+                )
             how = {"afs": lesson.earlier.afs, "told": lesson.earlier.told}
             teacher = earlier_student(lesson.teacher, grids, self.refinement, **how)
         return SFD(

@@ -1,20 +1,22 @@
 """The networks of a distillation: a frozen teacher, and a student that begins as its equal."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stillhouse.distill.lora_score import LoraScore
 from stillhouse.distill.trajectories import frozen
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.sharding import spread
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
+from stillhouse.files import fingerprint
 from stillhouse.models import DiffusersNetwork
 from stillhouse.models.conditioning import conditioned
 from stillhouse.models.networks import attended_width
-from stillhouse.pipelines import load_denoiser, resolve_folder
+from stillhouse.pipelines import checkpoint_files, load_denoiser, resolve_folder
 from stillhouse.pipelines.exportable import plain_pipeline
 from stillhouse.pipelines.families import (
     FAMILIES,
@@ -25,6 +27,7 @@ from stillhouse.pipelines.families import (
 )
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import NetworkDenoiser
+from stillhouse.recipes.distill.generators import Matched
 from stillhouse.recipes.distill.told import find_prompts
 from stillhouse.recipes.judge.galleries import model_folder
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
@@ -42,6 +45,8 @@ class Source:
     folder: Path
     subject: Subject  # with the guidance that the student learns
     prompts: tuple[str, ...] = ()  # to distil on
+    score: LoraScore | None = None  # the fake score, where it is adapters on the teacher
+    adapters: dict[str, Any] = field(default_factory=dict[str, Any])  # peft's options of them
 
     @property
     def pipeline(self) -> bool:
@@ -56,16 +61,17 @@ class Source:
 
 
 def load_source(config: "DistillRun", here: World) -> Source:
-    """The teacher: in its own precision, spread as the student is where that is sharded."""
+    """The teacher: in its own precision, spread as the student is where that is sharded.
+
+    Not where the fake score is a part of it, which the engine will spread.
+    """
     if not config.model:
         raise UserError("name the model to distil: a diffusers directory, a run, or a hub id")
     if config.model.startswith("toy:"):
         raise UserError("a toy is a formula: train one (stillhouse train toy-moons), distil that")
     name = model_folder(config.model)
-    folder = resolve_folder(name)
     prompts = find_prompts(config.prompts, config.prompt_column)
-    if takes_prompts(folder):
-        folder = whole_folder(name)
+    folder = teacher_folder(name)
     wish = Wish(
         config.guidance,
         config.labels,
@@ -83,8 +89,24 @@ def load_source(config: "DistillRun", here: World) -> Source:
     if config.spread.sharding in ("fsdp", "hsdp"):
         teacher.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
         how = config.spread.model_copy(update={"checkpointing": False, "precision": "fp32"})
-        spread(teacher, how, here)
+        if not shares_teacher(config):
+            spread(teacher, how, here)
     return Source(name, folder, subject, prompts)
+
+
+def shares_teacher(config: "DistillRun") -> bool:
+    """Whether the fake score is adapters on the teacher."""
+    return isinstance(config.method, Matched) and config.method.score == "lora"
+
+
+def teacher_folder(name: str) -> Path:
+    """With the text encoders of a pipeline that takes prompts."""
+    folder = resolve_folder(name)
+    return whole_folder(name) if takes_prompts(folder) else folder
+
+
+def teacher_digest(folder: Path) -> str:
+    return fingerprint([file for files in checkpoint_files(folder).values() for file in files])
 
 
 def load_student(config: "DistillRun", source: Source, walk: FewSteps) -> NetworkDenoiser:

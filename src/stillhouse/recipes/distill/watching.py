@@ -14,7 +14,6 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from stillhouse.config import Config
-from stillhouse.distill.matching import SCORE
 from stillhouse.distill.sfd import NAME
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.loop import Engine
@@ -156,24 +155,6 @@ class StudentExporter:
             if codec is not None and not (folder / "vae").is_dir():
                 save_codec(folder, codec)
         return None
-
-
-@dataclass(frozen=True)
-class ScoreExporter:
-    """Writes the fake score of a generator, with which its samples can be corrected."""
-
-    source: Source
-    student: NetworkDenoiser  # whose architecture it has
-    folder: Path
-
-    def __call__(self, engine: Engine) -> None:
-        found = engine.networks[SCORE].weights()
-        if engine.world.rank:
-            return
-        weights = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
-        scheduler = unclipped(read_json(checkpoint_files(self.source.folder)["scheduler"][0]))
-        network: Any = self.student.network
-        save_denoiser(self.folder, network, weights, scheduler, facts={"images": engine.images})
 
 
 def unclipped(scheduler: dict[str, Any]) -> dict[str, Any]:

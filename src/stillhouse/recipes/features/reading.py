@@ -82,7 +82,9 @@ def read_selection(path: Path) -> SelectionFile:
         return SelectionFile.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} holds no selection ({reason})") from error
+        raise UserError(
+            f"{path} holds no selection ({reason}): name a file of `stillhouse features select`"
+        ) from error
 
 
 def chosen_parts(config: Reading) -> list[Chosen]:

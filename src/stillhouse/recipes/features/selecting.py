@@ -77,7 +77,13 @@ def run(config: SelectRun) -> SelectionFile:
             raise UserError("a selection is made by one process: run it without torchrun")
         model = load_model(config, here.device)
         found = select(config, model)
-    write_whole(config.out, found.model_dump_json(indent=1, exclude_none=True).encode())
+    try:
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(config.out, found.model_dump_json(indent=1, exclude_none=True).encode())
+    except OSError as error:
+        raise UserError(
+            f"{config.out} cannot be written ({error}): choose another --out"
+        ) from error
     return found
 
 

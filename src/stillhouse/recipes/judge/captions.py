@@ -16,7 +16,10 @@ def read_prompts(name: str) -> tuple[str, ...]:
     try:
         return tuple(Path(name).expanduser().read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name} cannot be read as a list of prompts ({error})") from error
+        raise UserError(
+            f"{name} cannot be read as a list of prompts ({error}): give a text file with one in "
+            "each line as --prompts"
+        ) from error
 
 
 def text_encoder(name: str, detector: Detector) -> Encode | None:

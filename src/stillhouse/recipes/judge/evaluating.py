@@ -25,7 +25,7 @@ from stillhouse.engine.world import World, world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.metrics.detectors import DetectorConfig, InceptionConfig
-from stillhouse.recipes.claims import claimed
+from stillhouse.recipes.claims import claimed, make_folder
 from stillhouse.recipes.judge import verdicts
 from stillhouse.recipes.judge.captions import read_prompts, text_encoder
 from stillhouse.recipes.judge.extraction import Collected, collect, first_images
@@ -44,7 +44,6 @@ from stillhouse.recipes.judge.referring import (
     baseline,
     cache_folder,
     facts_of,
-    make_folder,
 )
 from stillhouse.recipes.parts import (
     Dpmpp3M,
@@ -289,7 +288,7 @@ class Bench:
     def claimed(self) -> AbstractContextManager[None]:
         """The folder, for this evaluation alone, and the same one as before."""
         for part in ("results", "parts"):
-            make_folder(self.config.out / part, "choose another --out")
+            make_folder(self.config.out / part)
         facts = self.reference.facts.model_dump(include=COMPARED)
         captions = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
         seen = {"what is measured": self.fingerprint, "the reference": facts}

@@ -25,13 +25,14 @@ from stillhouse.metrics.references import (
     load_reference,
     mismatches,
 )
-from stillhouse.recipes.claims import locked
+from stillhouse.recipes.claims import locked, make_folder
 from stillhouse.recipes.judge.extraction import Collected, collect
 from stillhouse.recipes.judge.galleries import Gallery, Pixels
 from stillhouse.recipes.judge.measures import OF_FEATURES, Evidence, Known, Values, measure
 from stillhouse.recipes.progress import progress_bar
 
 CACHE = Path("~/.cache/stillhouse/references")
+ELSEWHERE = "choose another --cache"
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class Library:
         differing = hashlib.sha256(facts.model_dump_json(exclude={"version"}).encode()).hexdigest()
         parts = file.parent / "parts" / f"{file.stem}-{differing[:10]}"
         with ExitStack() as stack:
-            here.first(lambda: make_folder(parts))
-            here.first(lambda: stack.enter_context(locked(parts, "choose another --cache")))
+            here.first(lambda: make_folder(parts, ELSEWHERE))
+            here.first(lambda: stack.enter_context(locked(parts, ELSEWHERE)))
             total = sum(map(len, gallery.shares(here)))
             with progress_bar(label, total, "images", shown=here.rank == 0) as advance:
                 found = collect(gallery, self.detector, here, parts, "features", advance)
@@ -118,13 +119,6 @@ class Library:
 def cache_folder(given: Path) -> Path:
     """Where references are kept: as asked for, else $STILLHOUSE_CACHE, else the usual place."""
     return given if given != CACHE else Path(os.environ.get("STILLHOUSE_CACHE") or CACHE)
-
-
-def make_folder(folder: Path, advice: str = "choose another --cache") -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written to ({error}): {advice}") from error
 
 
 def facts_of(detector: Detector) -> DetectorFacts:
@@ -168,7 +162,7 @@ def baseline(
         bias = expected_distance(reference.moments, count)
     found = Baseline(_floor(reference, metrics, part), part, bias)
     if file:
-        make_folder(file.parent)
+        make_folder(file.parent, ELSEWHERE)
         write_whole(file, json.dumps(found._asdict()).encode())
     return found
 

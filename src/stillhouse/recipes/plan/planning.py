@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stillhouse.engine.loop import check_shared
 from stillhouse.engine.world import World
 from stillhouse.recipes.plan.shadows import Footprint, footprint, measure, shadow
 from stillhouse.recipes.train.measuring import Evaluation
@@ -21,6 +22,7 @@ GB = 1e9  # as in a plan
 
 def describe(config: TrainRun, processes: int) -> str:
     """What `stillhouse train` would do on so many processes."""
+    check_shared(config.batch, processes)
     config = fitted(config)
     network = shadow(config)
     count = sum(p.numel() for p in network.parameters())

@@ -1,1 +1,1 @@
-"""What is shown of runs: report page, charts, model cards."""
+"""What is shown of runs: report page and charts."""

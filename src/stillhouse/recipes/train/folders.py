@@ -14,7 +14,7 @@ from stillhouse.errors import UserError
 from stillhouse.files import fingerprint, write_whole
 from stillhouse.pipelines import checkpoint_files
 from stillhouse.pipelines.families import whole_folder
-from stillhouse.recipes.claims import differences, locked
+from stillhouse.recipes.claims import differences, listed, locked, make_folder
 from stillhouse.recipes.train.learner import Learner
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ ORIGINS = {
 @contextmanager
 def claimed(config: "LongRun") -> Iterator[None]:
     """The run's folder, for this run alone, and the same run as before."""
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{config.out} cannot be written to ({error})") from error
+    make_folder(config.out)
     with locked(config.out):
         if (config.out / RECORD).exists():
             check_settings(config, read_record(config.out)["config"], str(config.out))
@@ -64,7 +61,7 @@ def check_settings(config: "LongRun", old: dict[str, Any], where: str) -> None:
     changed = differences(old, config.model_dump(mode="json"), FREE)
     if changed:
         raise UserError(
-            f"{where} holds a run with other settings ({'; '.join(changed)}). Choose another "
+            f"{where} holds a run with other settings ({listed(changed)}). Choose another "
             "--out, or remove it to start anew."
         )
 
