@@ -68,6 +68,7 @@ def give_first_run(page: Path, folder: Path) -> None:
     diffusers.DDIMScheduler(clip_sample=False).save_pretrained(folder / "runs/first/model")
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_runs_in_order(page, model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -21,6 +21,7 @@ from pages import DOCS, ROOT
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     **{
         card.relative_to(ROOT).as_posix(): f"models/{card.parent.name}.md"
         for card in sorted(ROOT.glob("reference/*/README.md"))

@@ -19,6 +19,7 @@ from style import BLUE, GREY, HERE, INK, ORANGE, plots
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "animals"
 PAGE = HERE.parent / "results" / "features.md"
+NOTHING = "No run has ended yet: this page says how it will be measured."
 BEGIN, END = "<!-- measured -->", "<!-- end of what was measured -->"
 NETWORKS = {"unet": "U-Net", "dit": "DiT"}
 ARMS = {
@@ -44,7 +45,7 @@ def main() -> None:
         draw(found, shown, HERE / "animals.png")
     text = PAGE.read_text()
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    measured = "\n\n".join(sections(found)) or "Nothing yet."
+    measured = "\n\n".join(sections(found)) or NOTHING
     PAGE.write_text(f"{before}\n\n{measured}\n\n{after}")
 
 

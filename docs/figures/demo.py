@@ -2,7 +2,7 @@
 
     python docs/figures/demo.py
 
-Needs chromium, and gradio: pip install 'stillhouse[demo]'. Browser and server are those of the
+Needs chromium, and gradio: pip install -e '.[demo]'. Browser and server are those of the
 tests.
 """
 

@@ -214,7 +214,7 @@ def check_page(found, folder: Path, monkeypatch) -> None:
     page.write_text(f"before {figure.BEGIN} old {figure.END} after")
     monkeypatch.setattr(figure, "PAGE", page)
     figure.main()
-    assert "Nothing yet." in page.read_text()
+    assert figure.NOTHING in page.read_text()
     for name, record in found.items():
         (folder / "RESULTS" / f"{name}.json").write_text(json.dumps(record))
     figure.main()

@@ -1,6 +1,8 @@
 """The command line as a person meets it: help, errors, speed."""
 
 import os
+import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -9,6 +11,8 @@ import time
 import pytest
 
 from stillhouse.cli import COMMANDS, main
+from stillhouse.cli.features import SUBCOMMANDS
+from stillhouse.cli.parse import parse
 
 
 def seconds(code: str, *, module: bool = False) -> float:
@@ -69,6 +73,35 @@ def test_help_lists_every_command(capsys):
     main(["--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
+
+
+class Understood(Exception):
+    """A command was parsed."""
+
+
+SPOKEN = [[name] for name in COMMANDS if name != "features"] + [
+    ["features", n] for n in SUBCOMMANDS
+]
+
+
+@pytest.mark.parametrize("command", SPOKEN, ids=" ".join)
+def test_help_has_examples_that_are_understood(command, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "--help"])
+    shown = capsys.readouterr().out
+    lines = re.findall(r"^ +(stillhouse .*)$", shown.partition("Examples:")[2], re.MULTILINE)
+    assert lines, shown
+
+    def stop(*given, **options):
+        parse(*given, **options)
+        raise Understood
+
+    monkeypatch.setattr("stillhouse.cli.parse.parse", stop)
+    for line in lines:
+        words = shlex.split(line)[1:]
+        assert words[: len(command)] == command
+        with pytest.raises(Understood):
+            main(words)
 
 
 def test_an_unknown_command_is_answered_with_the_nearest():

@@ -3,10 +3,14 @@
 Nothing but this machine is asked: the server's connections are watched, and so are the browser's.
 """
 
+import json
 import os
 import re
+import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,14 +30,20 @@ def served(tmp_path_factory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def guest(served, tmp_path_factory) -> Iterator[Visitor]:
+def browser(tmp_path_factory) -> Iterator[Visitor]:
     if BROWSER is None:
         told = "no chromium: apt-get install chromium"
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(told)
     with visitor(tmp_path_factory.mktemp("browser")) as started:
-        started.visit(served.url)
-        started.wait("document.querySelector('#draw-button')")
         yield started
+
+
+@pytest.fixture
+def guest(browser, served) -> Visitor:
+    """Before a fresh page."""
+    browser.visit(served.url)
+    browser.wait("document.readyState === 'complete' && document.querySelector('#draw-button')")
+    return browser
 
 
 def pictures(guest: Visitor, panel: str) -> list[int]:
@@ -43,7 +53,8 @@ def pictures(guest: Visitor, panel: str) -> list[int]:
 
 
 def counted(panel: str) -> str:
-    return f"document.querySelectorAll('#{panel} img').length"
+    """The pictures that the browser is done with."""
+    return f"[...document.querySelectorAll('#{panel} img')].filter(i => i.complete).length"
 
 
 def give(guest: Visitor, file: Path) -> None:
@@ -85,8 +96,10 @@ def test_a_picture_is_seen_by_its_features(guest, tmp_path):
     guest.wait(f"{counted('features-panel')} === 2")
     assert pictures(guest, "features-panel") == [64, 8]
     assert "up-level1-repeat1-res-out at sigma 0.2, 8 x 8 cells" in guest.text("#features-panel")
+    guest.write("#sigma input[type=number]", "0.5")
     guest.click("#look-button")
-    guest.wait("!document.querySelector('#note .note')")
+    guest.wait("document.querySelector('#features-panel').innerText.includes('at sigma 0.5,')")
+    assert guest.text("#note").strip() == ""
 
 
 def test_a_wrong_file_is_answered_in_a_sentence(guest, tmp_path):
@@ -110,8 +123,6 @@ def test_a_file_that_is_too_large_is_answered_in_a_sentence(guest, served, tmp_p
 
 
 def test_nothing_is_asked_of_others(guest, served):
-    guest.visit(served.url)
-    guest.wait("document.querySelector('#draw-button')")
     asked = [url for url in guest.requests() if not url.startswith(("data:", "blob:"))]
     assert len(asked) > 5
     assert {url for url in asked if not url.startswith(served.url)} == set()
@@ -122,9 +133,100 @@ def test_nothing_is_asked_of_others(guest, served):
     assert "foreign:" not in served.log.read_text()
 
 
-def test_it_ends_at_ctrl_c_and_forgets_uploads(guest, served):
-    """The last test: the server is gone afterwards."""
-    assert any(served.temporary.glob("stillhouse-demo-*/*"))
-    assert served.end() == 0
+# ---------------------------------------------------------------- without a browser
+
+
+def uploaded(url: str, file: Path) -> Path:
+    """Where the demo keeps a file that it is given."""
+    with file.open("rb") as content:
+        (path,) = httpx.post(f"{url}/gradio_api/upload", files={"files": content}).json()
+    return Path(path)
+
+
+def named(path: str | Path) -> dict[str, Any]:
+    """A file as gradio's pages name it."""
+    return {"path": str(path), "meta": {"_type": "gradio.FileData"}}
+
+
+def looked_at(url: str, file: Any, words: Any = "") -> str:
+    """What the features tab is answered, as JSON."""
+    config = httpx.get(f"{url}/config").json()
+    (place,) = (c["id"] for c in config["components"] if c["props"].get("elem_id") == "upload")
+    (look,) = (d for d in config["dependencies"] if place in d["inputs"])
+    session, activation = uuid.uuid4().hex, "up-level1-repeat1-res-out"
+    wish = {"fn_index": look["id"], "session_hash": session, "trigger_id": place}
+    wish["data"] = [file, activation, 0.2, words]
+    httpx.post(f"{url}/gradio_api/queue/join", json=wish).raise_for_status()
+    asked = f"{url}/gradio_api/queue/data?session_hash={session}"
+    with httpx.stream("GET", asked, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if "process_completed" in line:
+                return json.dumps(json.loads(line.removeprefix("data:"))["output"])
+    pytest.fail("the demo did not answer")
+
+
+@pytest.fixture
+def photo(tmp_path) -> Path:
+    Image.radial_gradient("L").convert("RGB").save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["file=https://foreign.example/a.png", "file/https://foreign.example/a.png",
+     "file=https:%2F%2Fforeign.example/a.png", "proxy=https://foreign.hf.space/a.png"],
+)  # fmt: skip
+def test_no_address_is_fetched(served, path):
+    status = httpx.get(f"{served.url}/gradio_api/{path}", timeout=60).status_code
+    assert "foreign:" not in served.log.read_text()
+    assert status == 400
+
+
+def test_no_file_of_this_machine_is_given_out(served, photo):
+    kept = uploaded(served.url, photo)
+    for path, status in ((kept, 200), (photo, 403), (ROOT / "pyproject.toml", 403)):
+        assert httpx.get(f"{served.url}/gradio_api/file={path}").status_code == status
+
+
+@pytest.mark.parametrize("other", ["address", "local file"])
+@pytest.mark.parametrize("control", ["picture", "words"])
+def test_no_control_takes_a_file_that_was_not_uploaded(served, photo, other, control):
+    given = named("https://foreign.example/a.png" if other == "address" else photo)
+    if control == "picture":
+        answer = looked_at(served.url, given)
+    else:
+        answer = looked_at(served.url, named(uploaded(served.url, photo)), given)
+    assert "foreign:" not in served.log.read_text()
+    assert "this file was not uploaded" in answer
+    assert "<img" not in answer
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_an_upload_that_was_forgotten_is_asked_for_again(served, photo):
+    kept = uploaded(served.url, photo)
+    assert "<img" in looked_at(served.url, named(kept))
+    kept.unlink()
+    assert "give it again" in looked_at(served.url, named(kept))
+
+
+def test_other_pages_are_not_answered(served, photo):
+    with photo.open("rb") as content:
+        answer = httpx.post(
+            f"{served.url}/gradio_api/upload",
+            files={"files": content},
+            headers={"Origin": "http://evil.example"},
+        )
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_when_told_to_and_forgets_uploads(kind, photo, tmp_path):
+    (tmp_path / "served").mkdir()
+    served = Served(tmp_path / "served", str(ROOT / "reference" / "fashion"))
+    try:
+        assert uploaded(served.url, photo).is_file()
+    finally:
+        ended = served.end(kind)
+    assert ended == 0
     assert not any(served.temporary.glob("stillhouse-demo-*"))
     assert "Traceback" not in served.log.read_text()

@@ -1,4 +1,4 @@
-"""A served demo and its visitor: the browser of the report's tests, which also writes and uploads.
+"""A served demo and its visitor: the browser of the tests, which also writes and uploads.
 
 `docs/figures/demo.py` takes its pictures with them.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.test_report import Browser
+from browser import Browser
 
 # Names that are looked up and places that are connected to, but for this machine's own.
 WATCHED = """
@@ -112,8 +112,8 @@ class Served:
         assert found, line + self.log.read_text()
         self.url = found[1]
 
-    def end(self) -> int:
-        """As Ctrl-C does."""
+    def end(self, kind: signal.Signals = signal.SIGINT) -> int:
+        """As Ctrl-C does, or by another signal."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(kind)
         return self.process.wait(60)

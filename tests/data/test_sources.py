@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import tarfile
 
@@ -10,6 +11,7 @@ from data.pictures import numbers, pixels, png, write_folder, write_shards
 from pydantic import TypeAdapter, ValidationError
 
 from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, Parquet, Source, Tars
+from stillhouse.data.named import check_named
 from stillhouse.errors import UserError
 
 COUNT = 23
@@ -189,3 +191,25 @@ def test_images_in_another_order_are_other_images(tmp_path):
         images = source.open_indexed(Columns(text="text"))
         prints.add(source.images_fingerprint(images))
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize("place", [".", "a"])
+def test_an_image_that_metadata_names_and_nobody_has_is_told(place, tmp_path):
+    write_folder(tmp_path / "data", 5)
+    folder = tmp_path / "data" / place
+    names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*.png"))]
+    names.append(names[0].replace("000000", "none"))  # where images are, below the metadata
+    lines = [json.dumps({"file_name": name}) + "\n" for name in names]
+    (folder / "metadata.jsonl").write_text("".join(lines))
+    said = rf"a/none\.png, which is not there \(1 of {len(lines)} images\): add what is missing"
+    with pytest.raises(UserError, match=said):
+        Folder(path=str(tmp_path / "data")).open_indexed(Columns())
+
+
+def test_images_that_a_folder_lists_itself_are_not_looked_for_again(tmp_path, monkeypatch):
+    """Where there are millions, that takes minutes."""
+    write_folder(tmp_path / "data", 5)
+    looked, exists = list[str](), os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: looked.append(str(path)) or exists(path))
+    check_named(map(str, (tmp_path / "data").rglob("*.png")), str(tmp_path / "data"))
+    assert not looked

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -206,6 +207,16 @@ def test_of_stiffness_the_worst_sample_is_told():
     assert task.report()["watch/stiffness"] == pytest.approx(1.9)
     task.watched.add(torch.zeros(1, 2), {"stiffness": torch.tensor([0.4])})
     assert task.report()["watch/stiffness"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("diverged", [0, 1, 2])
+def test_a_process_that_diverged_is_told_whatever_the_others_say(diverged, monkeypatch):
+    task, stiffness = task_of(HERE), [2.0, 0.5, 1.5]
+    stiffness[diverged] = float("nan")
+    task.watched.add(torch.zeros(1, 2), {"stiffness": torch.tensor([1.0])})
+    every = [{"stiffness": value} for value in stiffness]
+    monkeypatch.setattr(World, "gather", lambda self, value: every)
+    assert math.isnan(task.report()["watch/stiffness"])
 
 
 @pytest.mark.parametrize(

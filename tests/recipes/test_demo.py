@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import signal
 import socket
 import struct
 import sys
@@ -16,12 +17,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydantic import ValidationError
 
 from stillhouse.cli.demo import main
 from stillhouse.distill.walks import FewSteps
 from stillhouse.errors import UserError
+from stillhouse.pipelines import prompts
 from stillhouse.recipes.demo import looking, page, serving
-from stillhouse.recipes.demo.drawing import Model, Wanted, draw, first_guidance, load_models, wanted
+from stillhouse.recipes.demo.drawing import (
+    Model,
+    Wanted,
+    draw,
+    first_guidance,
+    load_models,
+    wanted,
+    warm,
+)
 from stillhouse.recipes.demo.looking import look, open_upload, usual_activation
 from stillhouse.recipes.features.atlas import component_pictures
 from stillhouse.recipes.features.reading import Reading, load_model
@@ -104,10 +115,48 @@ def test_a_wish_leaves_nothing_behind(emoji):
     assert not np.array_equal(first, other)
 
 
+def test_the_encoders_of_a_pipeline_are_read_once(models, monkeypatch, tmp_path):
+    model = Model(str(models["sd15"]), Reading(), CPU)
+    warm(model)
+    for name in ("_text_half", "_tokenizer"):
+        monkeypatch.setattr(prompts, name, lambda *_: pytest.fail("an encoder was read again"))
+    wish = Wanted(prompt="red", solver="euler", steps=2, seed=1, guidance=4)
+    drawn = draw(model, wish)
+    seen = look(model, photo(), usual_activation(model), 0.2, "blue")
+    monkeypatch.undo()
+    expected = sampled(
+        tmp_path, model=model.name, prompt=("red",), count=1, steps=2, seed=1, solver=Euler(),
+        guidance=ClassifierFree(weight=4),
+    )  # fmt: skip
+    assert np.array_equal(pixels(drawn.images), expected)
+    expected = atlas_picture(model.name, usual_activation(model), 0.2, prompt=("blue",))
+    assert np.array_equal(pixels([seen.components]), expected)
+
+
 def test_the_page_begins_with_the_guidance_that_the_student_was_taught(emoji):
     assert first_guidance(emoji[1], None) == 3
     assert first_guidance(emoji[1], 5) == 5
     assert first_guidance(None, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("taught", "first"),
+    [
+        ({"kind": "classifier-free", "weight": 4}, 4),
+        ({"kind": "two-term", "weight": 4, "control": 2}, 1),
+        ({"kind": "autoguidance", "weight": 4, "model": "other"}, 1),
+        (None, 1),
+    ],
+)
+def test_only_classifier_free_weights_are_taken_over(emoji, taught, first):
+    student = walking(emoji[1], evaluations=(1,), guidance=taught)
+    assert first_guidance(student, None) == first
+
+
+def test_a_weight_that_no_press_would_take_is_refused_at_the_start():
+    assert wanted(guidance=serving.DemoRun(guidance=100).guidance).guidance == 100
+    with pytest.raises(ValidationError, match="less than or equal to 100"):
+        serving.DemoRun(guidance=100.5)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +247,8 @@ def test_what_cannot_be_looked_at_is_a_sentence(emoji):
         look(emoji[0], photo(), "up-level9", 0.2)
     with pytest.raises(UserError, match="from 0 to 5"):
         look(emoji[0], photo(), usual_activation(emoji[0]), 80.0)
+    with pytest.raises(UserError, match="1001 letters: write at most 1000"):
+        look(emoji[0], photo(), usual_activation(emoji[0]), 0.2, "x" * 1001)
 
 
 # ---------------------------------------------------------------- uploads
@@ -281,7 +332,7 @@ def test_the_button_fills_both_panels_the_student_first(emoji):
     first, last = list(press("<b>cat", "in turn", 0, 2, "euler", 1, 1, 2))
     assert [part.count("<img") for part in first] == [0, 0, 2]
     assert [part.count("<img") for part in last] == [0, 2, 2]
-    assert "<b>1." not in last[1]
+    assert "<b>cat" not in last[1]
     assert "&lt;b&gt;cat, seed 0, number 1" in last[1]
     assert "1 evaluation, euler" in last[1]
     assert "2 evaluations, sfd-v" in last[2]
@@ -318,6 +369,7 @@ def test_a_picture_is_looked_at(emoji, tmp_path):
     note, shown = press(str(tmp_path / "notes"), activation, 0.2, "")
     assert "no PNG, JPEG or WebP" in note
     assert "<img" not in shown
+    assert "give it again" in press(str(tmp_path / "forgotten.png"), activation, 0.2, "")[0]
 
 
 def walking(student: Model, **walk: Any) -> Model:
@@ -351,6 +403,8 @@ def test_the_page_offers_what_a_model_takes(emoji, fashion):
     assert {"Prompt", "Style"} <= {*told}
     assert "Class" not in told
     assert told["Guidance (1: none)"].value == 4.0
+    for words in ("Prompt", "It is told that it sees"):
+        assert told[words].max_length == 1000
     assert "Class" in classed
     assert "Prompt" not in classed
     assert [value for _, value in classed["Class"].choices] == [page.ANY, *range(10)]
@@ -365,24 +419,48 @@ def test_one_wish_at_a_time_and_none_through_a_public_interface(emoji):
     assert {call.api_visibility for call in calls} == {"private"}
 
 
+def test_files_are_found_wherever_they_are_named():
+    inside = {"path": "/a", "url": "http://127.0.0.1/b", "meta": {"_type": "gradio.FileData"}}
+    assert page.named_files(["c", 1, None, inside, {"d": [{"path": "e"}]}]) == ["/a", "e"]
+
+
+def test_uploads_alone_are_uploads(tmp_path):
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "secret").touch()
+    (tmp_path / "uploads" / "link").symlink_to(tmp_path / "secret")
+    inside = tmp_path / "uploads" / "given.png"
+    assert page.is_upload(str(inside), tmp_path / "uploads")
+    others = [tmp_path / "secret", inside.parent / "../secret", inside.parent / "link"]
+    for path in ("https://foreign.example/a.png", "given.png", None, *map(str, others)):
+        assert not page.is_upload(path, tmp_path / "uploads")
+
+
 # ---------------------------------------------------------------- serving
 
 
-def answer(app: Any, host: str) -> tuple[int, dict[str, str]]:
-    """Status and headers of an answer to a request by this name."""
+def answers(app: Any, host: str, **request: Any) -> list[dict[str, Any]]:
+    """What is sent to a request by this name."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "headers": [(b"host", host.encode())]}
-    asyncio.run(app(scope, None, send))
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], headers
+    kind, path = request.pop("type", "http"), request.pop("path", "/")
+    headers = [(b"host", host.encode())]
+    headers += [(name.replace("_", "-").encode(), word.encode()) for name, word in request.items()]
+    asyncio.run(app({"type": kind, "path": path, "headers": headers}, None, send))
+    return sent
+
+
+def answer(app: Any, host: str, **request: Any) -> tuple[int, dict[str, str]]:
+    """Its status and headers."""
+    first, *_ = answers(app, host, **request)
+    return first["status"], {name.decode(): value.decode() for name, value in first["headers"]}
 
 
 async def hello(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+    headers = [(b"a", b"b"), (b"Access-Control-Allow-Origin", b"http://other.example")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"hello"})
 
 
@@ -402,6 +480,44 @@ def test_a_local_demo_answers_to_its_own_names_alone(host, status):
     local = serving.Guarded(hello, serving.names_of("127.0.0.1"))
     assert answer(local, host)[0] == status
     assert answer(serving.Guarded(hello, serving.names_of("0.0.0.0")), host)[0] == 200
+
+
+UPLOAD = "/gradio_api/upload"
+
+
+@pytest.mark.parametrize("listening", ["127.0.0.1", "127.0.0.2", "::1", "0.0.0.0"])
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ({"path": UPLOAD}, 200),
+        ({"path": UPLOAD, "origin": "http://HERE:7860", "sec_fetch_site": "same-origin"}, 200),
+        ({"path": UPLOAD, "origin": "http://evil.example"}, 400),
+        ({"path": UPLOAD, "origin": "http://127.0.0.1.evil.example:7860"}, 400),
+        ({"path": UPLOAD, "origin": "null"}, 400),
+        ({"path": UPLOAD, "origin": ""}, 400),
+        ({"path": UPLOAD, "sec_fetch_site": "cross-site"}, 400),
+        ({"path": UPLOAD, "sec_fetch_site": "same-site"}, 400),
+        ({"path": "/", "sec_fetch_site": "cross-site"}, 200),
+        ({"path": "/", "sec_fetch_site": "cross-site", "origin": "http://evil.example"}, 400),
+        ({"path": "/gradio_api/file=https://foreign.example/a"}, 400),
+        ({"path": "/gradio_api/file/http://foreign.example/a"}, 400),
+        ({"path": "/gradio_api/proxy=foreign.hf.space"}, 400),
+        ({"path": "/gradio_api/file=/uploads/a.png"}, 200),
+    ],
+)
+def test_a_demo_answers_to_its_own_page_alone(listening, asked, status):
+    here = "[::1]" if listening == "::1" else listening
+    request = {name: word.replace("HERE", here) for name, word in asked.items()}
+    app = serving.Guarded(hello, serving.names_of(listening))
+    assert answer(app, f"{here}:7860", **request)[0] == status
+    first, *_ = answers(app, f"{here}:7860", type="websocket", **request)
+    assert (first["type"] == "websocket.close") == (status == 400)
+
+
+def test_no_other_origin_may_read_an_answer():
+    app = serving.Guarded(hello, serving.names_of("127.0.0.2"))
+    _, headers = answer(app, "127.0.0.2:7860", origin="http://127.0.0.2:9")
+    assert not [name for name in headers if name.lower().startswith("access-control")]
 
 
 def test_answers_carry_the_policy():
@@ -446,6 +562,13 @@ def unserved(monkeypatch) -> list[str]:
     monkeypatch.setattr(serving, "make_app", lambda *_: None)
     monkeypatch.setattr(serving, "serve", lambda _, place: places.append(serving.address(place)))
     return places
+
+
+def test_sigterm_is_an_interrupt_while_it_runs():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), serving.interrupted_by_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_other_hosts_are_warned_of(unserved, capsys):

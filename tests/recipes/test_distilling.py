@@ -127,6 +127,14 @@ def test_a_comparison_tells_distances_and_cost(teacher, tmp_path):
         assert (tmp_path / "run/model" / picture).is_file()
 
 
+def test_without_matplotlib_the_curves_alone_are_missing(teacher, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    wanted = Comparison(count=2, steps=2, solvers=())
+    run(distilling(teacher, tmp_path / "run", comparison=wanted))
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert re.findall(r"!\[.*?\]\((.*?)\)", card) == ["samples.png"]
+
+
 @pytest.mark.parametrize("method", [Sfd(refinement=2), SfdV(refinement=2)], ids=["sfd", "sfd-v"])
 def test_walks_that_come_again_are_kept_and_cost_nothing(method, teacher, tmp_path):
     """The first two batches are the same lesson with and without; then they come again."""

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+import zipfile
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,19 +30,34 @@ from torch import nn
 from stillhouse.cli import main
 from stillhouse.distill.walks import FewSteps
 from stillhouse.errors import UserError
-from stillhouse.models import DiffusersNetwork
+from stillhouse.models import Codec, DiffusersNetwork
 from stillhouse.models.conditioning import Parts, conditioned
 from stillhouse.models.plane import PlaneNetwork
-from stillhouse.pipelines import load_denoiser, read_walk, save_denoiser, save_walk
+from stillhouse.pipelines import (
+    load_codec,
+    load_denoiser,
+    read_walk,
+    save_codec,
+    save_denoiser,
+    save_walk,
+)
+from stillhouse.process import EDM
+from stillhouse.recipes.export import exporting
+from stillhouse.recipes.export.cards import Card, spell_card
+from stillhouse.recipes.export.drawing import draw_grid
 from stillhouse.recipes.export.exporting import ExportRun, export
+from stillhouse.recipes.parts import ClassifierFree, Euler
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
+from stillhouse.recipes.subjects import Subject
 
 EDM_SCHEDULER = {"_class_name": "EDMEulerScheduler", "sigma_data": 0.7, "sigma_max": 20.0}
 FACTS = {"config": {"data": {"toy": "moons"}}, "null_label": 2}
 
 
-def save_plane(folder: Path, walk: FewSteps | None = None) -> Path:
+def save_plane(
+    folder: Path, walk: FewSteps | None = None, scheduler: dict[str, Any] = EDM_SCHEDULER
+) -> Path:
     """A network of the plane with two classes and none; a student where a walk is given."""
     torch.manual_seed(0)
     model = PlaneNetwork(width=16, depth=1, num_class_embeds=3)
@@ -51,7 +68,7 @@ def save_plane(folder: Path, walk: FewSteps | None = None) -> Path:
     for weight in () if told is None else told.parameters():
         nn.init.normal_(weight, std=0.3)
     network = DiffusersNetwork(model, 2, told)
-    save_denoiser(folder, network, network.state_dict(), EDM_SCHEDULER, facts=FACTS)
+    save_denoiser(folder, network, network.state_dict(), scheduler, facts=FACTS)
     if walk is not None:
         save_walk(folder, walk)
     return folder
@@ -133,6 +150,159 @@ def test_latents_are_decoded_without_torch(tmp_path):
         *names,
         "grid.png",
     }
+    check_nothing_of_this_machine(tmp_path / "out", tmp_path)
+    extra = {"stillhouse": ""}
+    torch.export.load(tmp_path / "out" / "decoder.pt2", extra_files=extra)
+    facts = json.loads(extra["stillhouse"])
+    assert facts["contract"].startswith("decode(latents)")
+    assert [each["name"] for each in facts["inputs"]] == ["latents"]
+    assert facts["shape"] == [3, *strip.shape[:1] * 2]
+    assert "walks" not in facts
+
+
+# ---------------------------------------------------------------- files
+
+
+ALL = ("diffusers", "onnx", "torch-export")
+STRANGERS = ("denoiser.onnx.bak", "denoiser.pt2.old", "notes.txt")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """An export in every format into a folder that is not empty."""
+
+    root: Path
+    out: Path
+    files: list[str]  # that went to the hub
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> Pushed:
+    root = tmp_path_factory.mktemp("everything")
+    source, out, files = save_plane(root / "model"), root / "out", []
+    out.mkdir()
+    for name in (*STRANGERS, "denoiser.onnx.data"):
+        (out / name).write_text("mine")
+    measured = {**EVALUATION, "reference": {"name": str(root / "alice" / "faces"), "count": 100}}
+    (source / "evaluation.json").write_text(json.dumps(measured))
+
+    def push(folder: Path, names: list[str], repo: str, *, private: bool) -> str:
+        files.extend(names)
+        return repo
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(exporting, "push", push)
+        exported(source, out, format=ALL, push_to="me/moons")
+    return Pushed(root, out, files)
+
+
+def test_what_lies_beside_a_graph_is_not_pushed(everything):
+    assert everything.files == [
+        "README.md",
+        "config.json",
+        "denoiser.onnx",
+        "denoiser.pt2",
+        "diffusion_pytorch_model.safetensors",
+        "grid.png",
+        "scheduler_config.json",
+    ]
+    assert {p.name for p in everything.out.iterdir()} == {*everything.files, *STRANGERS}
+
+
+def test_weights_beside_a_graph_are_pushed_with_it(tmp_path, monkeypatch):
+    def save_onnx(graph: Any, program: Any, file: Path, facts: Any) -> None:
+        file.write_text("graph")
+        (file.parent / f"{file.name}.data").write_text("weights")
+
+    monkeypatch.setattr(exporting.graphs, "save_onnx", save_onnx)
+    target, nothing = tmp_path / "denoiser.onnx", cast("Any", None)
+    found = exporting.save_graph("onnx", nothing, nothing, target, {})
+    assert found == ["denoiser.onnx", "denoiser.onnx.data"]
+
+
+def check_nothing_of_this_machine(folder: Path, place: Path) -> None:
+    """No path of it, nor any line of code."""
+    ours = str(Path(exporting.__file__).parents[3])
+    told = [word.encode() for word in (str(place), ours, sys.prefix, "site-packages", 'File "')]
+    for file in folder.rglob("*"):
+        contents = [file.read_bytes()] if file.is_file() else []
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                contents += [archive.read(name) for name in archive.namelist()]
+        for word in told:
+            assert not any(word in content for content in contents), (file.name, word)
+
+
+def test_no_file_tells_of_the_machine_that_exported_it(everything):
+    check_nothing_of_this_machine(everything.out, everything.root)
+    assert "100 of alice/faces, by Inception" in (everything.out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("way", ["itself", "a link", "its run"])
+def test_a_model_is_not_written_over_by_itself(way, tmp_path):
+    source = save_plane(tmp_path / "run" / "model")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    (tmp_path / "link").symlink_to(source)
+    run, out = {
+        "itself": (source, source / ".." / "model"),
+        "a link": (source, tmp_path / "link"),
+        "its run": (tmp_path / "run", source),
+    }[way]
+    before = {file: file.read_bytes() for file in sorted(source.iterdir())}
+    with pytest.raises(UserError, match="is the model's own folder: choose another --out"):
+        exported(run, out)
+    assert {file: file.read_bytes() for file in sorted(source.iterdir())} == before
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_number_of_steps_that_cannot_be_is_refused_before_anything_is_written(name, tmp_path):
+    scheduler = {"_class_name": "DDIMScheduler", "clip_sample": False}
+    source = save_plane(tmp_path / "model", scheduler=scheduler)
+    with pytest.raises(UserError, match=r"there is no such grid: .* choose other --steps"):
+        exported(source, tmp_path / "out", format=(name,), steps=5000)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_student_is_not_guided_twice(tmp_path):
+    walk = replace(POLYNOMIAL, guidance={"kind": "cfg", "weight": 3.0})
+    source, guidance = save_plane(tmp_path / "model", walk), ClassifierFree(weight=3.0)
+    with pytest.raises(UserError, match="has learnt its teacher's guidance: leave --guidance out"):
+        exported(source, tmp_path / "out", guidance=guidance)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_autoencoder_of_another_model_does_not_stay(tmp_path):
+    out = tmp_path / "out"
+    save_codec(out, Codec(small_autoencoder(4)))
+    (out / "vae" / "notes.txt").write_text("mine")
+    assert load_codec(out) is not None
+    exported(save_plane(tmp_path / "model"), out)
+    assert load_codec(out) is None
+    assert [file.name for file in (out / "vae").iterdir()] == ["notes.txt"]
+
+
+def test_a_grid_is_drawn_and_decoded_in_batches(tmp_path):
+    from PIL import Image
+
+    seen: dict[str, list[int]] = {"denoised": [], "decoded": []}
+
+    def denoise(x: torch.Tensor, sigma: torch.Tensor, cond: Any = None) -> torch.Tensor:
+        seen["denoised"].append(len(x))
+        return 0.5 * x
+
+    def decode(latents: torch.Tensor) -> torch.Tensor:
+        seen["decoded"].append(len(latents))
+        return latents
+
+    codec = cast("Any", SimpleNamespace(decode=decode))
+    subject = Subject(denoise, EDM(), (3, 8, 8), {}, codec=codec)
+    pictures = []
+    for batch in (16, 37):
+        run = SampleRun(model="m", solver=Euler(), steps=2, count=37, batch=batch)
+        draw_grid(subject, run, tmp_path / f"{batch}.png", 0)
+        pictures.append(np.asarray(Image.open(tmp_path / f"{batch}.png")))
+    assert seen == {"denoised": [16, 16, 16, 16, 5, 5, 37, 37], "decoded": [16, 16, 5, 37]}
+    assert np.array_equal(*pictures)
 
 
 # ---------------------------------------------------------------- cards
@@ -178,6 +348,46 @@ def test_a_card_says_what_the_model_is_and_the_hub_reads_it(tmp_path):
     ):
         assert words in card, words
     assert str(tmp_path) not in card
+
+
+def card_of(graph: dict[str, Any], **options: Any) -> str:
+    """Of a model of latents, spelled without any export."""
+    network = DiffusersNetwork(PlaneNetwork(width=16, depth=1))
+    codec = Codec(small_autoencoder(4))
+    subject = Subject(lambda x, sigma, cond=None: x, EDM(), (4, 8, 6), {}, codec=codec)
+    config = ExportRun(out=Path("out"), **options)
+    return spell_card(Card(config, {}, {}, [], network, subject, graph, None), 5)
+
+
+GRAPH: dict[str, Any] = {"inputs": [], "largest_batch_of_pt2": None}
+
+
+@pytest.mark.parametrize(
+    ("formats", "dtype", "said"),
+    [
+        (("torch-export",), "bfloat16", "bfloat16 (graphs of the decoder: float32)"),
+        (("torch-export",), "auto", "float32"),
+        (("diffusers", "torch-export"), "auto", "bfloat16, float32"),
+        (("diffusers",), "bfloat16", "bfloat16"),
+    ],
+)
+def test_a_card_says_the_precision_of_every_file(formats, dtype, said):
+    graph = GRAPH if "torch-export" in formats else {}
+    assert f"| weights | {said} |\n" in card_of(graph, format=formats, dtype=dtype)
+
+
+def test_a_card_speaks_of_graphs_where_there_are_some():
+    assert "- It was made for 8 x 6 latents; graphs take no other size.\n" in card_of(
+        GRAPH, format=("torch-export",)
+    )
+    card = card_of({})
+    assert "- It was made for 8 x 6 latents.\n" in card
+    assert "raphs" not in card
+
+
+def test_whatever_a_cell_holds_a_table_stays_one():
+    card = card_of({}, data="moons | suns,\nby hand")
+    assert "\n| data | moons \\| suns, by hand |\n" in card
 
 
 def test_an_evaluation_in_the_runs_folder_is_found_and_nonsense_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +63,14 @@ def test_sample_i_is_the_same_at_any_batch_size(unet, tmp_path, size):
     draw(unet, tmp_path / "parts", count=70, batch=size)
     whole, parts_ = samples(tmp_path / "whole"), samples(tmp_path / "parts")
     assert (whole - parts_).abs().max() <= 1e-5 * max(1.0, float(whole.abs().max()))
+
+
+def test_a_run_stands_for_the_model_in_it(unet, tmp_path):
+    shutil.copytree(unet, tmp_path / "run/model")
+    (tmp_path / "run/run.json").write_text("{}")
+    for model, out in ((unet, "a"), (tmp_path / "run", "b")):
+        draw(model, tmp_path / out, count=2)
+    assert torch.equal(samples(tmp_path / "a"), samples(tmp_path / "b"))
 
 
 def test_first_state_is_the_keyed_noise_times_sigma_max(unet, tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ def main(words: Sequence[str]) -> None:
         DemoRun(),
         words,
         prog="stillhouse demo",
-        description="Try a model in the browser, beside its few-step student, and look inside it: "
-        "stillhouse demo reference/emoji reference/emoji-student",
+        description="Try a model in the browser, beside its few-step student, and look inside it.",
         positional=("model", "student"),
+        examples=("stillhouse demo reference/emoji reference/emoji-student",),
     )
     run(config)

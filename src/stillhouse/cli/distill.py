@@ -19,6 +19,11 @@ def main(words: Sequence[str]) -> None:
         description="Distil a checkpoint into a student of few evaluations, without data. The same "
         "command again resumes.",
         positional=("model",),
+        examples=(
+            "stillhouse distill MODEL --method sfd-v --evaluations 2..5 --out student",
+            "stillhouse distill MODEL --method sfd --evaluations 4 --exportable",
+            "stillhouse distill MODEL --method emd --langevin 8 --out generator",
+        ),
     )
     config = run(config)
     if os.environ.get("RANK", "0") == "0":

@@ -14,6 +14,10 @@ def main(words: Sequence[str]) -> None:
         prog="stillhouse evaluate",
         description="Compare samples of a model, or images, with a reference.",
         positional=("model",),
+        examples=(
+            "stillhouse evaluate MODEL --reference cifar10 --metrics fid,kid --seeds 3",
+            "stillhouse evaluate photos --reference others --size 64 --metrics kid",
+        ),
     )
     record = run(config)
     if record:  # the first process

@@ -49,6 +49,7 @@ def _info(words: Sequence[str]) -> None:
                 prog="stillhouse features info",
                 description="List a model's activations, or what a folder of features holds.",
                 positional=("model",),
+                examples=("stillhouse features info MODEL --match 'up-level1-*'",),
             )
         )
     )
@@ -64,6 +65,7 @@ def _extract(words: Sequence[str]) -> None:
         prog="stillhouse features extract",
         description="Store features of many images; the same command again goes on.",
         positional=("model",),
+        examples=("stillhouse features extract MODEL --images photos --selection sd15",),
     )
     found = run(config)
     if found is not None:  # the first process
@@ -81,6 +83,7 @@ def _select(words: Sequence[str]) -> None:
         prog="stillhouse features select",
         description="Choose activations: by the paper's rules, by scores, by a probe.",
         positional=("model",),
+        examples=("stillhouse features select MODEL --out selection.json",),
     )
     print(listed(run(config)))
     print(f"use it as --selection {config.out}")
@@ -96,6 +99,7 @@ def _evaluate(words: Sequence[str]) -> None:
         prog="stillhouse features evaluate",
         description="Put features to a task: correspondence, segmentation, few labels.",
         positional=("model",),
+        examples=("stillhouse features evaluate MODEL --task correspondence --data birds",),
     )
     record = run(config)
     if record:  # the first process
@@ -113,6 +117,7 @@ def _atlas(words: Sequence[str]) -> None:
         prog="stillhouse features atlas",
         description="Draw a model's inside as one HTML page, which opens in any browser.",
         positional=("model",),
+        examples=("stillhouse features atlas MODEL --images photos --out atlas.html",),
     )
     print(run(config))
 

@@ -47,6 +47,7 @@ def parse(
     prog: str,
     description: str = "",
     positional: tuple[str, ...] = (),
+    examples: Sequence[str] = (),
 ) -> M:
     """Return `config` with the overrides in `args`; a rejected one prints a sentence and exits 2.
 
@@ -60,7 +61,9 @@ def parse(
         _switch_kinds(root, given)
         words = ["--help"] if {"--help", "-h"} & {*args} else _tyro_words(root, given)
         usage = " ".join([prog, *(f"[{name.upper()}]" for name in positional)])
-        result = tyro.cli(_struct(root), args=words, prog=usage, description=description or None)
+        shown = "\n  ".join(["Examples:", *examples]) if examples else ""
+        about = "\n\n".join(filter(None, [description, shown]))
+        result = tyro.cli(_struct(root), args=words, prog=usage, description=about or None)
         return _validate(type(config), dataclasses.asdict(result))
 
 

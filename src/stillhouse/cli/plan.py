@@ -20,6 +20,7 @@ def main(words: Sequence[str]) -> None:
         prog="stillhouse plan RECIPE",
         description="What a run will need: computing, memory, communication, time, storage. Every "
         "flag of stillhouse train may be given too, such as --images 400e6; --json for machines.",
+        examples=("stillhouse plan cifar10-dit --gpus 64 --device h100 --images 400e6",),
     )
     if not name:
         raise UserError("name a recipe or a run file: stillhouse plan RECIPE --gpus 8")

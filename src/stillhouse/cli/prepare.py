@@ -13,6 +13,10 @@ def main(words: Sequence[str]) -> None:
         prog="stillhouse prepare",
         description="Encode images (and captions) once, as shards of latents to train from.",
         positional=("source",),
+        examples=(
+            "stillhouse prepare photos --codec CODEC --resolution 256 --out shards",
+            "stillhouse prepare 'tars/*.tar' --codec CODEC --text minilm --workers 8",
+        ),
     )
     index = run(config)
     counts = index["counts"]

@@ -25,5 +25,6 @@ def main(words: Sequence[str]) -> None:
         prog="stillhouse report",
         description="Draw a training run as one HTML page, which opens in any browser.",
         positional=("run",),
+        examples=("stillhouse report runs/photos",),
     )
     print(report(config.run, config.out))

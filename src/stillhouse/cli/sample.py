@@ -14,6 +14,11 @@ def main(words: Sequence[str]) -> None:
         prog="stillhouse sample",
         description="Draw samples from a diffusers checkpoint, or from toy:moons and its like.",
         positional=("model",),
+        examples=(
+            "stillhouse sample reference/fashion --steps 10 --count 64 --out drawn",
+            "stillhouse sample reference/emoji-student --prompt 'red apple' --steps 3",
+            "stillhouse sample toy:moons --solver heun --steps 20 --out moons",
+        ),
     )
     if config.correct.steps:
         from stillhouse.recipes.distill.correcting import run as correct

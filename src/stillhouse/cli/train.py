@@ -21,6 +21,11 @@ def main(words: Sequence[str]) -> None:
         words,
         prog=f"stillhouse train {name or 'RECIPE'}",
         description=_description(),
+        examples=(
+            "stillhouse train images --data.source.path photos --scale tiny",
+            "stillhouse train images --data.source.path photos --dry-run",
+            "stillhouse train cifar10-unet --coupling assignment --optim.lr 2e-4",
+        ),
     )
     if not name:
         from stillhouse.errors import UserError

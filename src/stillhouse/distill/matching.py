@@ -217,7 +217,11 @@ class Watched:
         middle = sum((t / count) ** 2 for t in others[len(names) :]) / size
         means["spread"] = max(squares / count / size - middle, 0.0) ** 0.5
         every = self.world.gather({name: float(most) for name, most in self.most.items()})
-        largest = {name: max(each[name] for each in every) for name in self.most}
+        # torch's: Python's max of 2 and what is not a number is 2
+        largest = {
+            name: torch.tensor([each[name] for each in every], dtype=torch.float64).max().item()
+            for name in self.most
+        }
         self._reset()
         return {f"watch/{name}": value for name, value in (means | largest).items()}
 

@@ -84,7 +84,7 @@ def _call_pixart(model: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor
 def _call_sd3(model: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
     pooled = cond.pooled
     if pooled is None:  # text that goes through attention alone
-        pooled = x.new_zeros(len(x), model.config.pooled_projection_dim)
+        pooled = x.new_zeros(x.shape[0], model.config.pooled_projection_dim)
     return model(
         hidden_states=x,
         encoder_hidden_states=cond.text,

@@ -236,7 +236,13 @@ def encoded(
 ) -> EmbeddedCaptions:
     """Captions as a pipeline encodes them."""
     encoder = PromptEncoder(source, length=length, device=device)
-    longest = count_tokens(source, distinct)
+    return encoded_by(encoder, distinct, count_tokens(source, distinct))
+
+
+def encoded_by(
+    encoder: PromptEncoder, distinct: tuple[str, ...], longest: int = 0
+) -> EmbeddedCaptions:
+    """The same by an encoder that is there already."""
     return EmbeddedCaptions.packed(distinct, _rows(encoder, distinct), longest)
 
 

@@ -79,6 +79,15 @@ def _save(picture: Any, target: Path) -> None:
     write_whole(target, encoded.getvalue())
 
 
+def can_plot() -> bool:
+    """Whether matplotlib is there, for plots that a run can end without."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def pyplot() -> Any:
     """matplotlib's pyplot without a display, or the line that installs it."""
     try:

@@ -63,7 +63,7 @@ class SampleRun(Config):
     """A sampling run."""
 
     model: str = ""
-    """A diffusers directory, a hub id, or toy:NAME for a 2-D target."""
+    """A diffusers directory, a hub id, a run's folder, or toy:NAME for a 2-D target."""
     solver: Solver = Dpmpp3M()
     """--solver NAME is short for --solver.kind NAME; so are --grid and --guidance."""
     grid: Grid = NativeGrid()

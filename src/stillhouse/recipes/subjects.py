@@ -95,12 +95,22 @@ class Wish:
 
 
 def load_subject(name: str, wish: Wish) -> Subject:
-    """A toy by its name, or a checkpoint by its path or hub id."""
+    """A toy by its name, a checkpoint by its path or hub id, or a run by its folder."""
     if not name:
         raise UserError("name what to sample: a diffusers directory, a hub id, or toy:moons")
     if name.startswith("toy:"):
         return _toy(name.removeprefix("toy:"), wish)
-    return _checkpoint(name, wish)
+    return _checkpoint(run_model(name), wish)
+
+
+def run_model(name: str) -> str:
+    """A run's folder stands for the model in it."""
+    folder = Path(name).expanduser()
+    if not (folder / "run.json").is_file():
+        return name
+    if not (folder / "model").is_dir():
+        raise UserError(f"{name} holds no model yet: wait for its first checkpoint")
+    return str(folder / "model")
 
 
 def _checkpoint(name: str, wish: Wish) -> Subject:

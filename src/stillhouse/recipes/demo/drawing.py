@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,17 +22,20 @@ from stillhouse.models.conditioning import Parts
 from stillhouse.pipelines import resolve_folder
 from stillhouse.pipelines.families import takes_prompts, whole_folder
 from stillhouse.pipelines.load import CONDITIONING, read_json
+from stillhouse.pipelines.prompts import PromptEncoder
+from stillhouse.recipes.encoded import encoded_by
 from stillhouse.recipes.features.reading import FeatureModel, Reading
-from stillhouse.recipes.judge.galleries import Drawn, Pixels, model_folder
+from stillhouse.recipes.judge.galleries import Drawn, Pixels
 from stillhouse.recipes.parts import ClassifierFree, NoGuidance, SolverName, solver
-from stillhouse.recipes.prompting import pipeline_speech
+from stillhouse.recipes.prompting import PipelineSpeech
 from stillhouse.recipes.sampling import SampleRun
-from stillhouse.recipes.subjects import Subject
+from stillhouse.recipes.subjects import Subject, run_model
 from stillhouse.recipes.telling import Speech, speech_of
 
 PICTURES = 16  # at once: one batch, as `stillhouse sample` cuts them
 STEPS = 100
 LETTERS = 1000  # of a prompt
+GUIDANCE = 100  # the largest weight
 
 
 class Wanted(Config):
@@ -46,7 +50,7 @@ class Wanted(Config):
     count: Annotated[int, Field(ge=1, le=PICTURES)] = 1
     solver: SolverName = "dpmpp-3m"
     steps: Annotated[int, Field(ge=1, le=STEPS)] = 20
-    guidance: Annotated[float, Field(ge=0, le=100)] = 1.0
+    guidance: Annotated[float, Field(ge=0, le=GUIDANCE)] = 1.0
     """Its weight; 1 is none."""
     evaluations: int | None = None
     """Of a few-step student; None: as many as it can take."""
@@ -80,9 +84,8 @@ class Model:
     def __init__(self, name: str, reading: Reading, device: torch.device) -> None:
         if not name or name.startswith("toy:"):
             raise UserError("name a model of images: its directory, a hub id, or a run's folder")
-        is_run = (Path(name).expanduser() / "run.json").is_file()
         self.name, self.device = name, device
-        self.folder = resolve_folder(model_folder(name) if is_run else name)
+        self.folder = resolve_folder(run_model(name))
         self.takes_text = hears_text(self.folder)
         prompt = ("",) if self.takes_text else ()
         self.reader = FeatureModel(str(self.folder), reading, device, prompt)
@@ -134,12 +137,19 @@ class Model:
         return replace(self.subject, labels=labels, speech=speech)
 
     def _speech(self, prompt: str, control: tuple[str, ...], kinds: int) -> Speech:
+        speech = self.subject.speech
+        if isinstance(speech, PipelineSpeech) and speech.texts is not None:
+            table = encoded_by(self._prompts, tuple(dict.fromkeys([prompt, ""])))
+            texts = replace(speech.texts, table=table)
+            return replace(speech, table=table, places=table.places([prompt]), texts=texts)
         prompts = (prompt,) if self.takes_text else ()
-        if takes_prompts(self.folder):
-            folder = whole_folder(str(self.folder))
-            return pipeline_speech(folder, self.subject.shape, prompts, self.device)
         network: Any = self.reader.denoiser.network
         return speech_of(network.told, self.subject.shape, prompts, control, kinds)
+
+    @cached_property
+    def _prompts(self) -> PromptEncoder:
+        """Of a whole pipeline; read once, as it may be larger than the rest."""
+        return PromptEncoder(whole_folder(str(self.folder)), device=self.device)
 
     def seeing(self, prompt: str, label: int | None) -> FeatureModel:
         """The model as it reads pictures of something; no class if `label` is not given."""
@@ -183,7 +193,9 @@ def first_guidance(student: Model | None, asked: float | None) -> float:
     if asked is not None:
         return asked
     taught = student.walk.guidance if student is not None and student.walk is not None else None
-    return float(taught.get("weight", 1.0)) if taught else 1.0
+    # Weights of other kinds of guidance mean something else.
+    guided = taught is not None and taught.get("kind") == ClassifierFree().kind
+    return float(taught["weight"]) if taught and guided else 1.0
 
 
 # ---------------------------------------------------------------- drawing

@@ -9,7 +9,7 @@ from stillhouse.data.faults import Corrupt
 from stillhouse.data.transforms import decode
 from stillhouse.errors import UserError
 from stillhouse.features.selection import candidates, keep_by_rule
-from stillhouse.recipes.demo.drawing import Model
+from stillhouse.recipes.demo.drawing import LETTERS, Model
 from stillhouse.recipes.features.atlas import component_pictures
 
 MEGABYTES, MEGAPIXELS = 8, 16  # of an upload
@@ -40,8 +40,11 @@ def open_upload(file: str | Path) -> Any:
 
 
 def _bounded(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        content = stream.read(MEGABYTES * 2**20 + 1)
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MEGABYTES * 2**20 + 1)
+    except FileNotFoundError:
+        raise UserError("the picture was forgotten after an hour: give it again") from None
     if len(content) > MEGABYTES * 2**20:
         raise UserError(f"the file is larger than {MEGABYTES} MB: give a smaller picture")
     return content
@@ -85,6 +88,8 @@ def look(
 
     if not 0 <= sigma <= SIGMA:
         raise UserError(f"the noise level is from 0 to {SIGMA:g}, not {sigma:g}")
+    if len(prompt) > LETTERS:
+        raise UserError(f"the prompt has {len(prompt)} letters: write at most {LETTERS}")
     reader = model.seeing(prompt, label)
     (png,) = component_pictures(reader, [activation], sigma, [picture], seed=0)[activation]
     return Seen(to_pil(reader.pixels(picture)), Image.open(io.BytesIO(png)), sigma)

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, get_args
 
 from stillhouse.errors import UserError
@@ -46,7 +47,7 @@ def build(models: Sequence[Model], guidance: float) -> Any:
 
     title = " and ".join(model.title for model in models)
     # Uploads are forgotten after an hour.
-    page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(600, 3600))
+    page = _page_class()(title=title, analytics_enabled=False, delete_cache=(600, 3600))
     with page:
         _html(_header(title, models), elem_id="head")
         note = _html("", elem_id="note")
@@ -56,6 +57,42 @@ def build(models: Sequence[Model], guidance: float) -> Any:
             with gr.Tab("Features", id="features"):
                 _features(models[0], note)
     return page.queue(default_concurrency_limit=1, max_size=32)
+
+
+def _page_class() -> Any:
+    import gradio as gr
+    from gradio.utils import get_upload_folder
+
+    class Page(gr.Blocks):
+        """Whose controls take no file but an upload.
+
+        By itself gradio downloads a file that is named by an address, and reads any of this
+        machine's where it is mounted, for whatever control it is named.
+        """
+
+        async def preprocess_data(
+            self, block_fn: Any, inputs: list[Any], *others: Any, **options: Any
+        ) -> Any:
+            uploads = Path(get_upload_folder())
+            if not all(is_upload(path, uploads) for path in named_files(inputs)):
+                raise gr.Error("this file was not uploaded: give it again", print_exception=False)
+            return await super().preprocess_data(block_fn, inputs, *others, **options)
+
+    return Page
+
+
+def named_files(value: Any) -> list[Any]:
+    """The paths of all files in what a browser sent."""
+    if isinstance(value, dict):
+        return [*([value["path"]] if "path" in value else []), *named_files([*value.values()])]
+    return [path for part in value for path in named_files(part)] if isinstance(value, list) else []
+
+
+def is_upload(path: Any, uploads: Path) -> bool:
+    """Whether it is a file in the folder of uploads; an address is none."""
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        return False
+    return Path(path).resolve().is_relative_to(uploads.resolve())
 
 
 def theme() -> Any:
@@ -299,7 +336,9 @@ def _features(model: Model, note: Any) -> None:
                     elem_id="activation",
                 )
                 level = round(model.reader.sigma(), 2)
-                sigma = gr.Slider(0, SIGMA, level, step=0.01, label="Noise level (sigma)")
+                sigma = gr.Slider(
+                    0, SIGMA, level, step=0.01, label="Noise level (sigma)", elem_id="sigma"
+                )
                 told = _told(model)
             button = gr.Button("Look inside", variant="primary", elem_id="look-button")
         with gr.Column(scale=6, min_width=330):
@@ -320,7 +359,10 @@ def _told(model: Model) -> list[Any]:
     import gradio as gr
 
     if model.takes_text:
-        return [gr.Textbox(label="It is told that it sees", placeholder="nothing")]
+        sees = gr.Textbox(
+            label="It is told that it sees", placeholder="nothing", max_length=LETTERS
+        )
+        return [sees]
     if model.labels and model.subject.null is not None:
         return [gr.Dropdown(_classes(model, "no class"), label="It is told that it sees")]
     if model.labels:

@@ -5,8 +5,11 @@ The page asks for nothing from elsewhere, and its policy admits no request but t
 
 import ipaddress
 import os
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -17,7 +20,7 @@ from pydantic import Field, NonNegativeInt
 from stillhouse.config import Config
 from stillhouse.engine.world import world
 from stillhouse.errors import UserError, missing_extra
-from stillhouse.recipes.demo.drawing import Model, first_guidance, load_models, warm
+from stillhouse.recipes.demo.drawing import GUIDANCE, Model, first_guidance, load_models, warm
 from stillhouse.recipes.demo.looking import MEGABYTES
 from stillhouse.recipes.features.reading import Reading
 
@@ -42,7 +45,7 @@ class DemoRun(Config):
     """A diffusers directory, a hub id, or a run's folder."""
     student: str = ""
     """A few-step student, to be shown beside it."""
-    guidance: Annotated[float, Field(ge=1)] | None = None
+    guidance: Annotated[float, Field(ge=1, le=GUIDANCE)] | None = None
     """Weight that the page begins with; None: as the student was taught, else 1, which is none."""
     size: NonNegativeInt = 0
     """Side of the square that pictures are made for features; 0: the model's own."""
@@ -58,7 +61,11 @@ class DemoRun(Config):
 
 def run(config: DemoRun) -> None:
     """Serves the page until it is interrupted."""
-    with TemporaryDirectory(prefix="stillhouse-demo-") as uploads, world(config.device) as here:
+    with (
+        interrupted_by_sigterm(),
+        TemporaryDirectory(prefix="stillhouse-demo-") as uploads,
+        world(config.device) as here,
+    ):
         import_gradio(Path(uploads))
         if here.size > 1:
             raise UserError("a demo is one process: run it without torchrun")
@@ -79,6 +86,16 @@ def run(config: DemoRun) -> None:
                 f"stillhouse demo: open {address(place)} in a browser; Ctrl-C ends it", flush=True
             )
             serve(app, place)
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C: uploads are forgotten however the demo is ended."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def import_gradio(uploads: Path) -> None:
@@ -120,32 +137,57 @@ def make_app(model: Model, student: Model | None, config: DemoRun) -> Any:
 
 
 class Guarded:
-    """An app whose answers carry the policy, and that answers to its own names alone.
+    """An app whose answers carry the policy, and that answers to its own page alone.
 
-    Without that, any page in the visitor's browser could speak with the demo of this machine under
-    a name of its own (DNS rebinding).
+    Without that, any page in the visitor's browser could speak with the demo of this machine,
+    across origins or under a name of its own (DNS rebinding), and gradio would fetch any address.
     """
 
     def __init__(self, app: Any, names: set[str] | None) -> None:
         self.app, self.names = app, names
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        if self.names is not None and host_name(given) not in self.names:
+        why = refusal(scope, self.names)
+        if why and scope["type"] == "http":
             await send({"type": "http.response.start", "status": 400, "headers": []})
-            await send({"type": "http.response.body", "body": b"this demo has another name"})
+            await send({"type": "http.response.body", "body": why.encode()})
+            return
+        if why:
+            await send({"type": "websocket.close", "code": 1008, "reason": why})
             return
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", []), *added]}
+                message = {**message, "headers": guarded(message.get("headers", []))}
             await send(message)
 
         await self.app(scope, receive, answer)
+
+
+def guarded(headers: Any) -> list[tuple[bytes, bytes]]:
+    """With the policy, and without gradio's leave for other origins: the page needs none."""
+    kept = [pair for pair in headers if not pair[0].lower().startswith(b"access-control-")]
+    return [*kept, *((name.encode(), value.encode()) for name, value in HEADERS.items())]
+
+
+def refusal(scope: Any, names: set[str] | None) -> str:
+    """Why a request is not answered; nothing if it is."""
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    host, path = host_name(headers.get(b"host", "")), scope["path"]
+    if names is not None and host not in names:
+        return "this demo has another name"
+    origin = headers.get(b"origin")
+    if origin is not None and host_name(origin.partition("://")[2]) != host:
+        return "this demo answers to its own page alone"
+    # A link from elsewhere may open the page.
+    if path != "/" and headers.get(b"sec-fetch-site") in ("cross-site", "same-site"):
+        return "this demo answers to its own page alone"
+    if "://" in path or "/proxy=" in path:
+        return "this demo fetches nothing from elsewhere"
+    return ""
 
 
 def names_of(host: str) -> set[str] | None:
@@ -190,7 +232,7 @@ def address(place: socket.socket) -> str:
 
 
 def serve(app: Any, place: socket.socket) -> None:
-    """Until Ctrl-C, which is how a demo ends."""
+    """Until Ctrl-C or SIGTERM, which is how a demo ends."""
     import uvicorn
 
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))

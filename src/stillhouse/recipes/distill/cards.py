@@ -9,6 +9,7 @@ from stillhouse.recipes.distill.generators import Matched
 if TYPE_CHECKING:
     from stillhouse.recipes.distill.distilling import DistillRun
 
+PLOT = "comparison.png"
 NAMES = {"euler": "teacher, Euler (DDIM)", "dpmpp-3m": "teacher, DPM++ 3M", "gits": "teacher, GITS"}
 
 
@@ -16,8 +17,8 @@ def write_card(config: "DistillRun", record: dict[str, Any]) -> None:
     """README.md in the student's folder, with the run's last picture and its comparison."""
     folder = config.out / "model"
     shutil.copyfile(max((config.out / "samples").glob("*.png")), folder / "samples.png")
-    if not isinstance(config.method, Matched):
-        shutil.copyfile(config.out / "comparison.png", folder / "comparison.png")
+    if (config.out / PLOT).exists():
+        shutil.copyfile(config.out / PLOT, folder / PLOT)
     write_whole(folder / "README.md", spell_card(config, record).encode())
 
 
@@ -54,7 +55,7 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         f"Root mean squared distance to the teacher's {record['teacher_steps']} steps from the "
         f"same noise, images in [-1, 1], {record['count']} samples of one seed:",
         "\n".join(table),
-        "![Distances](comparison.png)",
+        *([f"![Distances]({PLOT})"] if (config.out / PLOT).exists() else []),
     ]
 
 

@@ -18,7 +18,7 @@ from stillhouse.engine.loop import Engine
 from stillhouse.files import write_whole
 from stillhouse.process import starting_noise
 from stillhouse.recipes import pictures
-from stillhouse.recipes.distill.cards import write_card
+from stillhouse.recipes.distill.cards import PLOT, write_card
 from stillhouse.recipes.distill.generators import Matched
 from stillhouse.recipes.distill.students import Source, as_student
 from stillhouse.recipes.distill.watching import draw_all
@@ -91,7 +91,7 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
     }
     if engine.world.rank == 0:
         write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
-        if not generator(config):
+        if not generator(config) and pictures.can_plot():
             plot(record, config)
         write_card(config, record)
     return record
@@ -141,7 +141,7 @@ def spread(found: Tensor) -> float:
 
 
 def plot(record: dict[str, Any], config: "DistillRun") -> None:
-    """The same as curves, where matplotlib is installed."""
+    """The same as curves."""
     plt = pictures.pyplot()
     figure, axis = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
     for name, values in record["distance"].items():
@@ -155,5 +155,5 @@ def plot(record: dict[str, Any], config: "DistillRun") -> None:
         ylim=(0, None),
     )
     axis.legend(fontsize=8)
-    figure.savefig(config.out / "comparison.png", dpi=110)
+    figure.savefig(config.out / PLOT, dpi=110)
     plt.close(figure)

@@ -1,7 +1,7 @@
 """The card of a model: what it is, how it was made, how good it is, how to open it, its limits."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,9 @@ from stillhouse.errors import UserError
 from stillhouse.recipes.export.scripts import SHOWN, onnx_script, torch_script
 from stillhouse.recipes.judge.verdicts import describe, said
 from stillhouse.recipes.parts import NoGuidance
+from stillhouse.recipes.pictures import can_plot
 from stillhouse.recipes.subjects import Subject
+from stillhouse.recipes.train.folders import without_places
 
 if TYPE_CHECKING:
     from stillhouse.recipes.export.exporting import ExportRun
@@ -50,7 +52,7 @@ def read_evaluation(run: Path, asked: Path | None) -> dict[str, Any] | None:
             f"{found[0]} is no evaluation.json of stillhouse evaluate ({type(error).__name__}): "
             "name another as --evaluation"
         ) from error
-    return record
+    return without_places(record)
 
 
 def spell_card(card: Card, steps: int) -> str:
@@ -63,7 +65,7 @@ def spell_card(card: Card, steps: int) -> str:
         f"*{config.count} samples of seed 0 {_source(card)}, {steps} evaluations each "
         f"({_walked(card)}), {'; '.join(_shown(card))}; not chosen.*",
         *([config.note] if config.note else []),
-        _table({**_made(card), **_told(card.network), **_data(card)}),
+        _table(["", ""], {**_made(card), **_told(card.network), **_data(card)}.items()),
         *([f"Trained by\n\n```bash\n{config.command}\n```"] if config.command else []),
         *_measured(card),
         *_curves(card),
@@ -99,10 +101,7 @@ def _made(card: Card) -> dict[str, str]:
     """Rows on the network and its run."""
     run, facts, network = card.settings, card.facts, card.network
     count = sum(p.numel() for p in network.parameters())
-    precision = {name: "bfloat16" if name == "diffusers" else "float32" for name in LIBRARIES}
-    if card.config.dtype != "auto":
-        precision = dict.fromkeys(precision, card.config.dtype)
-    kinds = ", ".join(dict.fromkeys(precision[name] for name in card.config.format))
+    kinds = _precision(card)
     average = facts.get("average") or "not averaged"
     rows = {
         "network": f"{type(network.model).__name__}, {count / 1e6:.2f}M parameters",
@@ -118,6 +117,16 @@ def _made(card: Card) -> dict[str, str]:
     if "objective" in run:
         rows["held-out loss"] = f"{held_out[-1]:.4f}" if held_out else "not measured"
     return rows | ({"seed": str(run["seed"])} if "seed" in run else {})
+
+
+def _precision(card: Card) -> str:
+    """Of the weights in all files."""
+    usual = {name: "bfloat16" if name == "diffusers" else "float32" for name in LIBRARIES}
+    asked = card.config.dtype
+    found = {usual[name] if asked == "auto" else asked: None for name in card.config.format}
+    decodes = card.graph and card.subject.codec is not None
+    decoder = " (graphs of the decoder: float32)" if decodes and "float32" not in found else ""
+    return ", ".join(found) + decoder
 
 
 def _told(network: Any) -> dict[str, str]:
@@ -172,25 +181,24 @@ def _measured(card: Card) -> list[str]:
     if record is None:
         return ["Its samples have not been measured: `stillhouse evaluate` does."]
     names = list(record["settings"][0]["values"])
-    lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
-    for row in record["settings"]:
-        values = " | ".join(said(row["values"][name]) for name in names)
-        lines.append(f"| {describe(row)} | {values} |")
+    rows = [
+        [describe(row), *(said(row["values"][name]) for name in names)]
+        for row in record["settings"]
+    ]
     floor = record.get("floor") or {}
     if floor:
-        cells = " | ".join(f"{floor[n]:.4g}" if n in floor else "" for n in names)
-        lines.append(f"| real / real | {cells} |")
+        rows.append(["real / real", *(f"{floor[n]:.4g}" if n in floor else "" for n in names)])
     reference = record["reference"]
     about = (
         f"*{record['count']} samples against {reference['count']} of {reference['name']}, by "
         f"{record['detector']['name']}, {record['seeds']} seed(s).*"
     )
     notes = "\n".join(f"- {note}" for note in record.get("warnings", []))
-    return ["## Metrics", "\n".join(lines), about, *([notes] if notes else [])]
+    return ["## Metrics", _table(["", *names], rows), about, *([notes] if notes else [])]
 
 
 def _curves(card: Card) -> list[str]:
-    if not any("denoiser/loss" in line for line in card.log):
+    if not any("denoiser/loss" in line for line in card.log) or not can_plot():
         return []
     held_out = any("validation/loss" in line for line in card.log)
     return [
@@ -218,14 +226,14 @@ def _opening(card: Card, steps: int) -> list[str]:
     if card.graph:
         inputs = card.graph["inputs"]
         rows = [
-            f"| `{i['name']}` | {i['dtype']} | {', '.join(map(str, i['shape']))} | {i['meaning']} |"
+            [f"`{i['name']}`", i["dtype"], ", ".join(map(str, i["shape"])), i["meaning"]]
             for i in inputs
         ]
         parts += [
             "The graphs are `denoise(x, sigma, ...) -> x0`, where x = x0 + sigma * noise: scaling, "
             "time and prediction are inside. The batch may be of any size. Levels to walk, by "
             "their number, are in the file's metadata.",
-            "\n".join(["| input | type | shape | meaning |", "|---|---|---|---|", *rows]),
+            _table(["input", "type", "shape", "meaning"], rows),
         ]
     latents = card.subject.codec is not None
     if "onnx" in config.format:
@@ -258,7 +266,8 @@ def _limits(card: Card) -> Iterator[str]:
     if len(card.subject.shape) == 3:
         _, height, width = card.subject.shape
         what = "latents" if card.subject.codec is not None else "pixels"
-        yield f"It was made for {height} x {width} {what}; graphs take no other size."
+        other = "; graphs take no other size" if card.graph else ""
+        yield f"It was made for {height} x {width} {what}{other}."
     if card.graph and "text" in network.condition_shapes:
         yield (
             "Graphs take tokens, not prompts: `told.npz` holds those of the first samples above."
@@ -278,8 +287,14 @@ def _limits(card: Card) -> Iterator[str]:
 # ---------------------------------------------------------------- forms
 
 
-def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join([_row(names), "|---" * len(names) + "|", *map(_row, rows)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    """A line, whatever the cells hold."""
+    whole = (" ".join(["", *cell.split(), ""]).replace("|", "\\|") for cell in cells)
+    return f"|{'|'.join(whole)}|"
 
 
 def _words(part: Mapping[str, Any]) -> str:

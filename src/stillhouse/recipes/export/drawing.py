@@ -1,11 +1,12 @@
 """The pictures of a card: samples of the model that is handed on, and how its training went."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stillhouse.recipes import pictures
 from stillhouse.recipes.sampling import SampleRun, build_grid, check_finite, draw_batch, walked
@@ -17,15 +18,22 @@ CPU = torch.device("cpu")
 def draw_grid(subject: Subject, run: SampleRun, target: Path, kinds: int) -> None:
     """Samples 0, 1, ... of seed 0, as `stillhouse sample` draws; a class or prompt per column."""
     run = walked(run, subject)
-    indices = list(range(run.count))
-    samples = draw_batch(run, subject, build_grid(run, subject, CPU), indices, CPU)
-    check_finite(samples, indices)
     if subject.toy is not None:
         backdrop = subject.toy.sample(2000, torch.Generator().manual_seed(0))
-        return pictures.save_points(samples, backdrop, target)
+        return pictures.save_points(torch.cat(list(_drawn(subject, run))), backdrop, target)
     columns = kinds if 1 < kinds <= 16 else None
-    images = subject.decode(samples)
-    return pictures.save_tiles([pictures.to_pil(s) for s in images], target, columns=columns)
+    tiles = [pictures.to_pil(s) for batch in _drawn(subject, run) for s in subject.decode(batch)]
+    return pictures.save_tiles(tiles, target, columns=columns)
+
+
+def _drawn(subject: Subject, run: SampleRun) -> Iterator[Tensor]:
+    """Batch by batch: one of all samples would take too much memory."""
+    grid = build_grid(run, subject, CPU)
+    for first in range(0, run.count, run.batch):
+        indices = list(range(first, min(first + run.batch, run.count)))
+        samples = draw_batch(run, subject, grid, indices, CPU)
+        check_finite(samples, indices)
+        yield samples
 
 
 def curves(log: Sequence[dict[str, Any]]) -> dict[str, Any]:

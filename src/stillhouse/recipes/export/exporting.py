@@ -33,16 +33,19 @@ from stillhouse.pipelines import (
 )
 from stillhouse.pipelines.few_steps import FILE, read_walk, save_walk
 from stillhouse.pipelines.load import CONDITIONING, read_json
+from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.claims import make_folder
 from stillhouse.recipes.export import cards, drawing, graphs, scripts
 from stillhouse.recipes.export.pushing import check_name, push
 from stillhouse.recipes.parts import Guidance, NoGuidance
-from stillhouse.recipes.sampling import SampleRun
+from stillhouse.recipes.pictures import can_plot
+from stillhouse.recipes.sampling import SampleRun, build_grid, walked
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
 from stillhouse.recipes.train.folders import RECORD, without_places
 
 Format = Literal["diffusers", "onnx", "torch-export"]
 ENDINGS = {"onnx": "onnx", "torch-export": "pt2"}
+CODEC = ("vae/config.json", "vae/diffusion_pytorch_model.safetensors")
 
 
 class ExportRun(Config):
@@ -121,16 +124,19 @@ def export(config: ExportRun) -> Path:
     original = open_original(config.run)
     if "diffusers" in config.format:
         check_bare(original.folder)
-    network: Any = load_denoiser(original.folder).network
+        check_elsewhere(config.out, original.folder)
+    denoiser = load_denoiser(original.folder)
+    network: Any = denoiser.network
     if network.told.text and not config.prompt:
         raise UserError("the model draws what it is told: give --prompt 'a red apple' for its grid")
     evaluation = cards.read_evaluation(config.run, config.evaluation)
+    run = check_walk(sample_run(config, original), denoiser, original.walk)
     here = forget_place(network)
     make_folder(config.out)
     files = write_folder(config, original, network) if "diffusers" in config.format else []
-    subject, steps = open_subject(config, original, here), original.steps(config.steps)
+    subject, steps = open_subject(config, original, here), run.step_count
     facts, made = write_graphs(config, original, subject, steps)
-    files += made + draw(config, original, subject, steps)
+    files += made + draw(config, original, subject, run)
     card = cards.Card(
         config, original.settings, original.facts, original.log, network, subject, facts, evaluation
     )
@@ -176,6 +182,31 @@ def check_bare(source: Path) -> None:
         )
 
 
+def check_elsewhere(out: Path, source: Path) -> None:
+    """A model is not written over by itself, in fewer bits."""
+    if out.is_dir() and out.samefile(source):
+        raise UserError(f"{out} is the model's own folder: choose another --out")
+
+
+def check_walk(run: SampleRun, denoiser: NetworkDenoiser, walk: FewSteps | None) -> SampleRun:
+    """The run as its model walks it, or a sentence why it does not."""
+    network: Any = denoiser.network
+    subject = Subject(denoiser, denoiser.scaling, network.data_shape, {}, walk=walk)
+    run = walked(run, subject)
+    build_grid(run, subject, drawing.CPU)
+    return run
+
+
+def sample_run(config: ExportRun, original: Original) -> SampleRun:
+    """What is drawn for the card."""
+    return SampleRun(
+        model=str(original.folder),
+        steps=original.steps(config.steps),
+        count=config.count,
+        guidance=config.guidance,
+    )
+
+
 def forget_place(network: Any) -> str:
     """Where the text encoder is here, if in a folder; others know it by its name and digest."""
     text = network.told.text
@@ -202,8 +233,9 @@ def write_folder(config: ExportRun, original: Original, network: Any) -> list[st
     codec = load_codec(source, dtype=dtype)
     if codec is not None:
         save_codec(config.out, codec)
-        files += ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"]
-    (config.out / FILE).unlink(missing_ok=True)  # of another model that was here
+        files += CODEC
+    for name in [FILE] if codec is not None else [FILE, *CODEC]:
+        (config.out / name).unlink(missing_ok=True)  # of another model that was here
     if original.walk is not None:
         save_walk(config.out, original.walk)
         files.append(FILE)
@@ -237,22 +269,36 @@ def write_graphs(
     graph = graphs.Graph(load_denoiser(original.folder, dtype=dtype))
     facts = scripts.facts_of(graph, subject, steps)
     parts: dict[str, graphs.Graph | graphs.Decoder] = {"denoiser": graph}
+    known = {"denoiser": facts}
     codec = load_codec(original.folder)
     if codec is not None:
-        parts["decoder"] = graphs.Decoder(codec, subject.shape)
+        decoder = graphs.Decoder(codec, subject.shape)
+        parts["decoder"], known["decoder"] = decoder, scripts.facts_of_decoder(decoder)
     files = []
     for part, traced in parts.items():
         program = graphs.trace(traced)
-        if part == "denoiser":
-            facts["largest_batch_of_pt2"] = graphs.largest_batch(program)
+        known[part]["largest_batch_of_pt2"] = graphs.largest_batch(program)
         for name in formats:
-            file = f"{part}.{ENDINGS[name]}"
-            if name == "onnx":
-                graphs.save_onnx(traced, program, config.out / file, facts)
-            else:
-                graphs.save_torch(program, config.out / file, facts)
-            files += [p.name for p in sorted(config.out.glob(f"{file}*"))]
+            target = config.out / f"{part}.{ENDINGS[name]}"
+            files += save_graph(name, traced, program, target, known[part])
     return facts, files + save_told(config, graph, subject)
+
+
+def save_graph(
+    name: str,
+    traced: graphs.Graph | graphs.Decoder,
+    program: torch.export.ExportedProgram,
+    target: Path,
+    facts: dict[str, Any],
+) -> list[str]:
+    """One graph in one format; the names of its files, and of no others."""
+    if name == "torch-export":
+        graphs.save_torch(program, target, facts)
+        return [target.name]
+    weights = target.with_name(f"{target.name}.data")  # where they are too many for one file
+    weights.unlink(missing_ok=True)
+    graphs.save_onnx(traced, program, target, facts)
+    return [file.name for file in (target, weights) if file.is_file()]
 
 
 def save_told(config: ExportRun, graph: graphs.Graph, subject: Subject) -> list[str]:
@@ -268,14 +314,15 @@ def save_told(config: ExportRun, graph: graphs.Graph, subject: Subject) -> list[
     return ["told.npz"]
 
 
-def draw(config: ExportRun, original: Original, subject: Subject, steps: int) -> list[str]:
+def draw(config: ExportRun, original: Original, subject: Subject, run: SampleRun) -> list[str]:
     """Samples, and the curves of a training."""
-    run = SampleRun(model=str(original.folder), steps=steps, count=config.count)
     kinds = len(subject.labels or config.prompt)
     drawing.draw_grid(subject, run, config.out / "grid.png", kinds)
     found = drawing.curves(original.log)
     if not found["denoiser/loss"]:
         return ["grid.png"]
-    drawing.draw_curves(original.log, config.out / "curves.png")
     write_whole(config.out / "curves.json", json.dumps(found, indent=1).encode())
-    return ["grid.png", "curves.png", "curves.json"]
+    if not can_plot():
+        return ["grid.png", "curves.json"]
+    drawing.draw_curves(original.log, config.out / "curves.png")
+    return ["grid.png", "curves.json", "curves.png"]

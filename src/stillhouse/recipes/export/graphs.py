@@ -88,9 +88,6 @@ class Graph(nn.Module):
     def forward(self, x: Tensor, sigma: Tensor, *told: Tensor) -> Tensor:
         names = [each.name for each in self.inputs[2:]]
         said: dict[str, Any] = dict(zip(names, told, strict=True))
-        if type(self.network.model).__name__ == "SD3Transformer2DModel" and "pooled" not in said:
-            width = self.network.model.config.pooled_projection_dim
-            said["pooled"] = x.new_zeros(x.shape[0], width)
         scaled = rows(self.scaling.input_scale(sigma), x) * x
         output = self.network(scaled.to(self.dtype), self._time(sigma), Condition(**said))
         x0 = to_x0(self.prediction, x, output.to(x.dtype), sigma, self.scaling.sigma_data)
@@ -149,9 +146,18 @@ def trace(graph: Graph | Decoder) -> torch.export.ExportedProgram:
     graph.eval().requires_grad_(False)
     try:
         with quiet():
-            return torch.export.export(graph, example, dynamic_shapes=shapes)
+            program = torch.export.export(graph, example, dynamic_shapes=shapes)
     except Exception as error:  # whatever a network does that a trace cannot follow
         raise _refused(graph, "torch.export", error) from error
+    _forget_source(program)
+    return program
+
+
+def _forget_source(program: torch.export.ExportedProgram) -> None:
+    """Nodes know the lines of code that they are from, with the paths of this machine."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
 
 
 def largest_batch(program: torch.export.ExportedProgram) -> int | None:
@@ -194,6 +200,8 @@ def save_onnx(
         value.doc_string, value.shape = each.meaning, ir.Shape(each.shape)
     (answer,) = made.model.graph.outputs
     answer.shape = ir.Shape(["batch", *answer.shape[1:]])
+    for node in made.model.graph.all_nodes():  # some were made on the way, by other lines
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
     made.model.metadata_props[FACTS] = json.dumps(facts)
     made.save(file)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stillhouse.recipes.export.graphs import FACTS, Graph
+from stillhouse.recipes.export.graphs import FACTS, Decoder, Graph
 from stillhouse.recipes.subjects import Subject
 
 USUAL = (5, 10, 20, 50)  # numbers of steps whose levels are written down
@@ -30,11 +30,22 @@ def facts_of(graph: Graph, subject: Subject, steps: int) -> dict[str, Any]:
     }
 
 
+def facts_of_decoder(decoder: Decoder) -> dict[str, Any]:
+    """The same of the decoder."""
+    codec = decoder.codec
+    _, _, *sides = decoder.inputs[0].shape
+    return {
+        "contract": "decode(latents) -> image, from -1 to 1",
+        "inputs": [each._asdict() for each in decoder.inputs],
+        "shape": [codec.image_channels, *(codec.downscale * int(side) for side in sides)],
+    }
+
+
 def numbers_of(subject: Subject, steps: int) -> list[int]:
     """A student knows its own walks alone."""
     if subject.walk is not None:
         return sorted(subject.walk.evaluations)
-    return sorted({n for n in (*USUAL, steps) if _possible(subject, n)} | {steps})
+    return sorted({n for n in (*USUAL, steps) if _possible(subject, n)})
 
 
 def _possible(subject: Subject, steps: int) -> bool:

@@ -30,7 +30,7 @@ from stillhouse.recipes.sampling import (
     draw_batch,
     walked,
 )
-from stillhouse.recipes.subjects import Subject
+from stillhouse.recipes.subjects import Subject, run_model
 
 
 class Shown(NamedTuple):
@@ -287,12 +287,9 @@ def _is_model(folder: Path) -> bool:
 
 
 def model_folder(name: str) -> str:
-    """A training run's folder stands for the model in it."""
+    """Where a model is; what is neither one nor images is refused."""
+    name = run_model(name)
     folder = Path(name).expanduser()
-    if (folder / "run.json").is_file():
-        if not (folder / "model").is_dir():
-            raise UserError(f"{name} holds no model yet: wait for its first checkpoint")
-        return str(folder / "model")
     if not (folder.is_dir() or is_hub_id(name) or name.startswith("toy:")):
         raise UserError(
             f"{name} is neither a folder nor a data set: name a folder of images, a data set "

@@ -1,6 +1,6 @@
 """Builds the docs site and keeps its home page as docs/figures/site.png; needs chromium.
 
-python docs/figures/site.py [a built site]
+python docs/figures/site_pictures.py [a built site]
 """
 
 import subprocess
