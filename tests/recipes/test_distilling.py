@@ -1,15 +1,14 @@
 """`stillhouse distill`: from a checkpoint to a student that samples in few evaluations."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from metrics.test_perceptual import with_package
+from recipes.together import distil_by_two
 from safetensors.torch import load_file
 from small_models import save_scheduler, small_unet, unit_noise
 
@@ -438,16 +437,7 @@ def test_two_processes_distil_as_one_does(teacher, tmp_path, sharding):
     run(alone)
     spread = {"out": tmp_path / "two", "spread": Spread(sharding=sharding)}
     both = alone.model_copy(update=spread)
-    script = tmp_path / "both.py"
-    script.write_text(
-        "from stillhouse.recipes.distill.distilling import DistillRun, run\n"
-        f"run(DistillRun.model_validate_json({both.model_dump_json()!r}))\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [*command, "2", str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    distil_by_two(both, tmp_path)
     torch.testing.assert_close(losses(both.out), losses(alone.out), rtol=1e-4, atol=0)
     near = [json.loads((c.out / "comparison.json").read_text()) for c in (alone, both)]
     for name, values in near[0]["distance"].items():

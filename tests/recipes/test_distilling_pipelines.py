@@ -1,13 +1,11 @@
 """Stable Diffusion 1.5, SDXL, PixArt and SD3 at reduced width, distilled with their guidance."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from recipes.together import distil_by_two
 from safetensors.torch import load_file
 from tunable import FAMILIES, pipeline, save_whole
 
@@ -87,20 +85,7 @@ def test_two_processes_with_sharded_networks_distil_as_one_does(models, prompts,
     alone = distilling(models[family], prompts, tmp_path / "one")
     run(alone)
     both = alone.model_copy(update={"out": tmp_path / "two", "spread": Spread(sharding="fsdp")})
-    script = tmp_path / "both.py"
-    script.write_text(
-        "from stillhouse.recipes.distill.distilling import DistillRun, run\n"
-        f"run(DistillRun.model_validate_json({both.model_dump_json()!r}))\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, "2", str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    distil_by_two(both, tmp_path)
     torch.testing.assert_close(losses(both.out), losses(alone.out), rtol=1e-4, atol=0)
 
 

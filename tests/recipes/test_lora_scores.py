@@ -1,9 +1,7 @@
 """`stillhouse distill --method.score lora`: teacher and fake score in one network."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from typing import Any, NamedTuple
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from recipes.test_distilling import CLASSES, EDM, VP, WEIGHTS, bare, distilling, log_of
 from recipes.test_generators import FAMILY
+from recipes.together import distil_by_two
 from safetensors.torch import load_file
 from small_models import unit_noise
 from torch import Tensor
@@ -378,20 +377,7 @@ def test_two_processes_equal_one(sharding, tmp_path):
     )
     run(alone)
     both = alone.model_copy(update={"out": tmp_path / "two", "spread": Spread(sharding=sharding)})
-    script = tmp_path / "both.py"
-    script.write_text(
-        "from stillhouse.recipes.distill.distilling import DistillRun, run\n"
-        f"run(DistillRun.model_validate_json({both.model_dump_json()!r}))\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, "2", str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    distil_by_two(both, tmp_path)
     for name in ("student/loss", "score/loss", "watch/gap", "watch/stiffness"):
         one, two = ([line[name] for line in log_of(c.out) if name in line] for c in (alone, both))
         assert two == pytest.approx(one, rel=1e-4), name

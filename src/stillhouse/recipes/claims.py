@@ -90,6 +90,15 @@ def make_folder(folder: Path, advice: str = "choose another --out") -> None:
         raise UserError(f"{folder} cannot be written to ({error}): {advice}") from error
 
 
+def write_output(target: Path, content: bytes) -> None:
+    """A file that a command was asked for as --out."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, content)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written to ({error}): choose another --out") from error
+
+
 @contextmanager
 def locked(folder: Path, advice: str = "choose another --out") -> Iterator[None]:
     """Refuses a second run in the same folder. The lock goes with its process, however it ends."""

@@ -1,5 +1,6 @@
 """Pictures of samples: images as PNG files and grids, 2-D walks as trajectories."""
 
+import base64
 import io
 import math
 from collections.abc import Sequence
@@ -74,9 +75,19 @@ def save_points(points: Tensor, backdrop: Tensor, target: Path, *, size: int = 3
 
 
 def _save(picture: Any, target: Path) -> None:
-    encoded = io.BytesIO()
-    picture.save(encoded, format="PNG")
-    write_whole(target, encoded.getvalue())
+    write_whole(target, png_of(picture))
+
+
+def png_of(image: Any) -> bytes:
+    """An image of PIL as a file."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def data_uri(png: bytes) -> str:
+    """A picture as a part of a page."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def can_plot() -> bool:

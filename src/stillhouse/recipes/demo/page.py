@@ -1,7 +1,5 @@
 """The demo's page: a thin layer of gradio over `drawing.py` and `looking.py`."""
 
-import base64
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -30,6 +28,7 @@ from stillhouse.recipes.demo.looking import (
 )
 from stillhouse.recipes.demo.style import NOTHING
 from stillhouse.recipes.parts import SolverName
+from stillhouse.recipes.pictures import data_uri, png_of
 
 ANY = -1  # of classes: all in turn, or none
 IN_TURN = "in turn"
@@ -307,11 +306,8 @@ def _walked(model: Model, wish: Wanted, picture: Picture) -> str:
 
 
 def _img(image: Any, text: str) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode()
     small = " class='small'" if max(image.size) < 256 else ""
-    return f"<img{small} alt='{escape(text)}' src='data:image/png;base64,{data}'>"
+    return f"<img{small} alt='{escape(text)}' src='{data_uri(png_of(image))}'>"
 
 
 # ---------------------------------------------------------------- features

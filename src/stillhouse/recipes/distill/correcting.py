@@ -23,6 +23,7 @@ from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.process import Denoiser, keyed_normal, starting_noise
 from stillhouse.recipes import pictures
+from stillhouse.recipes.claims import make_folder
 from stillhouse.recipes.distill.scores import FOLDER, load_score
 from stillhouse.recipes.distill.students import teacher_digest, teacher_folder
 from stillhouse.recipes.judge.galleries import model_folder
@@ -114,7 +115,7 @@ def walked(
 
 def draw(config: SampleRun, student: Subject, found: Moved) -> Path:
     before, after, gaps, _ = found
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_folder(config.out)
     target = config.out / "correction.png"
     facts = {
         "steps": config.correct.steps,

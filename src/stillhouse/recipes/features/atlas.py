@@ -4,8 +4,6 @@ The network is drawn stage by stage, a dot for each activation; below, each one 
 principal components of its features as colours, its scores, and whether the rules keep it, and why.
 """
 
-import base64
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -24,12 +22,13 @@ from stillhouse.errors import UserError
 from stillhouse.features.activation import Activation
 from stillhouse.features.pca import StreamingPCA
 from stillhouse.features.properties import Scores, asymmetry
-from stillhouse.files import write_whole
+from stillhouse.recipes.claims import write_output
 from stillhouse.recipes.features.atlas_page import SHELL, STYLE
 from stillhouse.recipes.features.images import Pictures, open_pictures
 from stillhouse.recipes.features.info import shape_words
 from stillhouse.recipes.features.reading import Chosen, FeatureModel, Reading, load_model, pool
 from stillhouse.recipes.features.selecting import rule_reason, scores_of
+from stillhouse.recipes.pictures import data_uri, png_of
 
 SCORES = {"eta": "noise", "eta_hi": "fine noise", "kappa": "detail", "position": "place"}
 STAGES = {"in": "In", "down": "Down", "mid": "Middle", "up": "Up", "block": "Blocks", "out": "Out"}
@@ -72,13 +71,7 @@ def run(config: AtlasRun) -> Path:
         pictures = open_pictures(config.images, config.columns, config.count)
         model = load_model(config, here.device)
         page = draw(config, model, pictures)
-    try:
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(config.out, page.encode())
-    except OSError as error:
-        raise UserError(
-            f"{config.out} cannot be written ({error}): choose another --out"
-        ) from error
+    write_output(config.out, page.encode())
     return config.out
 
 
@@ -95,7 +88,9 @@ def draw(config: AtlasRun, model: FeatureModel, pictures: Pictures) -> str:
         kept, why = rule_reason(model.known[name], model.known)
         entry = Entry(model.known[name], scores[name], kept, why, coloured[name])
         entries.append(entry)
-    originals = "".join(_img(_png(image.resize((192, 192))), "an image") for image in images)
+    originals = "".join(
+        _img(png_of(image.resize((192, 192)).convert("RGB")), "an image") for image in images
+    )
     return SHELL.format(
         title=f"Inside {escape(Path(model.name).name or model.name)}",
         style=STYLE,
@@ -147,7 +142,7 @@ def component_pictures(
     cond = model.condition(len(images))
     found = model.extractor(ids, sigma).extract(x, cond, key=range(len(images)), seed=seed)
     return {
-        name: [_png(_image(part)) for part in components(value)] for name, value in found.items()
+        name: [png_of(_image(part)) for part in components(value)] for name, value in found.items()
     }
 
 
@@ -169,15 +164,8 @@ def _image(pixels: Tensor) -> Any:
     return Image.fromarray((255 * pixels).round().to(torch.uint8).movedim(0, -1).cpu().numpy())
 
 
-def _png(image: Any) -> bytes:
-    file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
-    return file.getvalue()
-
-
 def _img(content: bytes, what: str) -> str:
-    data = base64.b64encode(content).decode()
-    return f'<img alt="{escape(what)}" src="data:image/png;base64,{data}">'
+    return f'<img alt="{escape(what)}" src="{data_uri(content)}">'
 
 
 # ---------------------------------------------------------------- the network

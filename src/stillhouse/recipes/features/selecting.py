@@ -24,7 +24,7 @@ from stillhouse.features.probe import Points, Step, features_at, forward_selecti
 from stillhouse.features.properties import Images, Scores, score
 from stillhouse.features.segmentation import labelled_pixels
 from stillhouse.features.selection import gate, keep_by_rule
-from stillhouse.files import write_whole
+from stillhouse.recipes.claims import write_output
 from stillhouse.recipes.features.images import Format, Pictures, find_place, open_pictures
 from stillhouse.recipes.features.reading import (
     Chosen,
@@ -77,13 +77,7 @@ def run(config: SelectRun) -> SelectionFile:
             raise UserError("a selection is made by one process: run it without torchrun")
         model = load_model(config, here.device)
         found = select(config, model)
-    try:
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(config.out, found.model_dump_json(indent=1, exclude_none=True).encode())
-    except OSError as error:
-        raise UserError(
-            f"{config.out} cannot be written ({error}): choose another --out"
-        ) from error
+    write_output(config.out, found.model_dump_json(indent=1, exclude_none=True).encode())
     return found
 
 

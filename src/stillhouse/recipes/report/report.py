@@ -13,8 +13,8 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from stillhouse.errors import UserError
-from stillhouse.files import write_whole
+from stillhouse.recipes.claims import write_output
+from stillhouse.recipes.pictures import data_uri
 from stillhouse.recipes.report import charts
 from stillhouse.recipes.report.charts import Point, Series, short
 from stillhouse.recipes.report.levels import noise_levels
@@ -46,11 +46,7 @@ def report(run: Path, out: Path | None = None) -> Path:
     """Writes the page and returns where it is: `RUN/report.html` if not told otherwise."""
     page = _page(read_run(run))
     target = run / "report.html" if out is None else out
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, page.encode("utf-8", "replace"))  # JSON may hold half a character
-    except OSError as error:
-        raise UserError(f"{target} cannot be written to ({error}): choose another --out") from error
+    write_output(target, page.encode("utf-8", "replace"))  # JSON may hold half a character
     return target
 
 
@@ -349,7 +345,7 @@ def _picture(images: int, file: Path, *, shown: bool) -> str:
     return (
         f'<img alt="Samples after {images:,} images" data-told="after {images:,} images" '
         f'width="{width * zoom}" height="{height * zoom}"{"" if shown else " hidden"} '
-        f'src="data:image/png;base64,{base64.b64encode(content).decode()}">'
+        f'src="{data_uri(content)}">'
     )
 
 
