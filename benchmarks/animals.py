@@ -123,7 +123,7 @@ def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
     network = name.removesuffix("-random")
     codec = f"{os.environ['STILLHOUSE_WEIGHTS']}/taesd"
     prepare = f"prepare {work}/animals --out {work}/latents --codec {codec} --resolution 256"
-    prepare += " --columns.label label --workers 1"
+    prepare += " --columns.label label --precision bfloat16 --workers 1"
     yield work / "latents" / "index.json", shlex.split(prepare)
     train = f"train images {COMMON} --data.source.path {work}/latents --codec {codec}"
     train += f" {NETWORKS[network]}"
