@@ -31,13 +31,13 @@ LOW, HIGH = 16, 32
 COMMON = f"""--network.patch 4 --network.depth 6 --network.heads 4 --network.head-width 48
     --process vp --process.betas squaredcos_cap_v2 --objective denoising
     --objective.weighting eps --objective.density uniform-time
-    --spread.precision fp32 --batch {BATCH} --optim.lr 1e-3 --optim.warmup 4000
+    --spread.precision bf16 --batch {BATCH} --optim.lr 1e-3 --optim.warmup 4000
     --optim.schedule constant
     --averages '[{{"kind": "half-life", "images": 2000}}]' --log-every {EVERY}
     --validation.every {EVERY} --validation.images 2048"""
 CARRY = "--init.positions {} --init.shift {} --init-from {}/low-{}/model"
 ARMS = {
-    "low": f"--data.image.size {LOW}",
+    "low": f"--data.image.size {LOW} --spread.precision fp32",
     **{
         f"{positions}-{levels}": CARRY.format(
             positions, str(levels == "shifted").lower(), "{}", "{}"

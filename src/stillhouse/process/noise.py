@@ -7,7 +7,7 @@ among 300 thousand samples about ten pairs would share their noise.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,30 +16,35 @@ import torch
 from torch import Tensor
 
 
-def _philox(seed: int, index: int, purpose: str) -> np.random.Generator:
-    words = hashlib.blake2b(f"{seed}/{index}/{purpose}".encode(), digest_size=16).digest()
-    key = np.frombuffer(words, dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
+def _generators(
+    seed: int, indices: Tensor | Sequence[int], purpose: str
+) -> Iterator[np.random.Generator]:
+    """For each index the generator of its key: one object, good until the next is asked for.
 
-
-def _indices(indices: Tensor | Sequence[int]) -> list[int]:
-    return indices.tolist() if isinstance(indices, Tensor) else [int(i) for i in indices]
+    To give it a new key takes a quarter of the time that a new object takes.
+    """
+    philox = np.random.Philox(key=0)
+    generator, fresh = np.random.Generator(philox), philox.state
+    for index in indices.tolist() if isinstance(indices, Tensor) else indices:
+        words = hashlib.blake2b(f"{seed}/{int(index)}/{purpose}".encode(), digest_size=16).digest()
+        fresh["state"]["key"] = np.frombuffer(words, dtype=np.uint64)
+        philox.state = fresh
+        yield generator
 
 
 def keyed_normal(
     shape: Sequence[int], indices: Tensor | Sequence[int], *, seed: int, purpose: str = "noise"
 ) -> Tensor:
     """Standard normal float32 noise [len(indices), *shape]; row r depends on indices[r] only."""
-    rows = _indices(indices)
-    out = np.empty((len(rows), *shape), dtype=np.float32)
-    for row, index in enumerate(rows):
-        _philox(seed, index, purpose).standard_normal(out=out[row : row + 1], dtype=np.float32)
+    out = np.empty((len(indices), *shape), dtype=np.float32)
+    for row, generator in enumerate(_generators(seed, indices, purpose)):
+        generator.standard_normal(out=out[row : row + 1], dtype=np.float32)
     return torch.from_numpy(out)
 
 
 def keyed_uniform(indices: Tensor | Sequence[int], *, seed: int, purpose: str) -> Tensor:
     """Uniform float64 numbers in [0, 1), one per index."""
-    rows = [_philox(seed, index, purpose).random() for index in _indices(indices)]
+    rows = [generator.random() for generator in _generators(seed, indices, purpose)]
     return torch.tensor(rows, dtype=torch.float64)
 
 
