@@ -130,7 +130,7 @@ MISTAKES: dict[str, Mistake] = {
         "sample unet --guidance autoguidance", "needs the worse model", "as --guidance.model"
     ),
     "more steps than there are": Mistake(
-        f"{DRAW} --out OUT --steps 5000", "cannot take 5000", "other --steps or another --grid"
+        f"{DRAW} --out OUT --steps 5000", "cannot take 5000", "other --steps or another grid"
     ),
     "evaluations that a student has not": Mistake(
         f"{STUDENT} --steps 7", "not trained for 7", "one of --steps 2, 3, 4, 5"

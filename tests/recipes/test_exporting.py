@@ -238,8 +238,9 @@ def test_no_file_tells_of_the_machine_that_exported_it(everything):
     assert "100 of alice/faces, by Inception" in (everything.out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("format", ["diffusers", "torch-export"])
 @pytest.mark.parametrize("way", ["itself", "a link", "its run"])
-def test_a_model_is_not_written_over_by_itself(way, tmp_path):
+def test_a_model_is_not_written_over_by_itself(way, format, tmp_path):
     source = save_plane(tmp_path / "run" / "model")
     (tmp_path / "run" / "run.json").write_text("{}")
     (tmp_path / "link").symlink_to(source)
@@ -250,7 +251,7 @@ def test_a_model_is_not_written_over_by_itself(way, tmp_path):
     }[way]
     before = {file: file.read_bytes() for file in sorted(source.iterdir())}
     with pytest.raises(UserError, match="is the model's own folder: choose another --out"):
-        exported(run, out)
+        exported(run, out, format=(format,))
     assert {file: file.read_bytes() for file in sorted(source.iterdir())} == before
 
 

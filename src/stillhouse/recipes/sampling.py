@@ -23,7 +23,7 @@ from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.process import KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
-from stillhouse.recipes.claims import differences, make_folder
+from stillhouse.recipes.claims import differences, listed, make_folder
 from stillhouse.recipes.parts import (
     Config,
     Dpmpp3M,
@@ -169,7 +169,7 @@ def build_grid(config: SampleRun, subject: Subject, device: torch.device) -> Ten
         return config.grid.build(subject.scaling, config.step_count)
     except ValueError as error:
         raise UserError(
-            f"there is no such grid: {error}; choose other --steps or another --grid"
+            f"there is no such grid: {error}; choose other --steps or another grid"
         ) from error
 
 
@@ -343,7 +343,7 @@ def claim_folder(config: SampleRun, subject: Subject, device: torch.device) -> N
     changed += differences(old.get("files", {}), record["files"])
     if changed:
         raise UserError(
-            f"{out} holds samples of another run ({', '.join(changed)}). Choose another --out, or "
+            f"{out} holds samples of another run ({listed(changed)}). Choose another --out, or "
             "remove it."
         )
 

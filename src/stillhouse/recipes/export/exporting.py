@@ -124,7 +124,7 @@ def export(config: ExportRun) -> Path:
     original = open_original(config.run)
     if "diffusers" in config.format:
         check_bare(original.folder)
-        check_elsewhere(config.out, original.folder)
+    check_elsewhere(config.out, original.folder)
     denoiser = load_denoiser(original.folder)
     network: Any = denoiser.network
     if network.told.text and not config.prompt:
@@ -183,7 +183,7 @@ def check_bare(source: Path) -> None:
 
 
 def check_elsewhere(out: Path, source: Path) -> None:
-    """A model is not written over by itself, in fewer bits."""
+    """A model is not written over by itself in fewer bits, nor its card by that of graphs."""
     if out.is_dir() and out.samefile(source):
         raise UserError(f"{out} is the model's own folder: choose another --out")
 
