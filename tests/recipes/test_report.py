@@ -180,6 +180,13 @@ def test_every_number_of_the_log_has_its_chart(tmp_path):
     assert "1.9M" in text
 
 
+def test_numbers_of_a_distillation_are_told_in_words(tmp_path):
+    lines = [{"images": 64 * i, "timestamps5/step1": 0.1 / i} for i in range(1, 4)]
+    text = page(write_run(tmp_path / "run", lines))
+    assert ">Timestamps 5<" in text
+    assert "step 1" in readouts(text)
+
+
 def test_charts_hold_the_log_s_values(tmp_path):
     folder = make_run(tmp_path / "run")
     lines = [json.loads(text) for text in (folder / "log.jsonl").read_text().splitlines()[:-1]]

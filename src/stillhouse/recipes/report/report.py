@@ -6,6 +6,7 @@ request at all. Without scripts the charts and the last samples are there, the r
 
 import base64
 import hashlib
+import re
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -228,14 +229,22 @@ def _others(run: Run) -> dict[str, str]:
     groups: dict[str, list[str]] = defaultdict(list)
     for key in sorted(run.series.keys() - known):
         prefix, slash, _ = key.partition("/")
-        groups[prefix.capitalize() if slash else "Other numbers"].append(key)
+        groups[_words(prefix).capitalize() if slash else "Other numbers"].append(key)
     return {
         title: charts.side_by_side(
-            (_chart(run, key.split("/", 1)[-1], _noisy(run.series[key], "c0")) for key in keys),
+            (
+                _chart(run, _words(key.split("/", 1)[-1]), _noisy(run.series[key], "c0"))
+                for key in keys
+            ),
             "small",
         )
         for title, keys in groups.items()
     }
+
+
+def _words(name: str) -> str:
+    """timestamps5 -> timestamps 5"""
+    return re.sub(r"(?<=[a-z])(?=\d+$)", " ", name)
 
 
 def _chart(run: Run, title: str, lines: Sequence[Series], **axis: bool) -> str:
