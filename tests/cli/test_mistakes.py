@@ -93,6 +93,14 @@ MISTAKES: dict[str, Mistake] = {
     "processes that do not divide the batch": Mistake(
         f"{POINTS} --dry-run --processes 7", "cannot be shared by 7 processes", "--batch"
     ),
+    "compiled convolutions on a CPU": Mistake(
+        f"{PHOTOS} photos --network unet --spread.compile",
+        "compiler fails",
+        "leave --spread.compile",
+    ),
+    "offloading without shards": Mistake(
+        f"{PHOTOS} photos --spread.offload", "a way of sharding", "--spread.sharding fsdp"
+    ),
     "no processes": Mistake(f"{POINTS} --dry-run --processes 0", "not '0'", "number from 1 on"),
     # ------------------------------------------------------------ models
     "no model": Mistake("sample", "name what to sample", "a diffusers directory, a hub id"),

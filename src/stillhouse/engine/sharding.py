@@ -33,7 +33,7 @@ class Spread(Config):
     checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """torch.compile, block by block."""
+    """torch.compile, block by block; on a CPU, of networks without convolutions."""
     offload: bool = False
     """fsdp/hsdp: keep parameters and optimiser state in host memory."""
 
@@ -62,14 +62,24 @@ def spread(network: nn.Module, how: Spread, world: World) -> nn.Module:
     if how.checkpointing:
         _checkpoint(network)
     if how.compile:
-        for block in blocks(network):
-            block.compile()
+        _compile(network, world.device)
     if how.sharding in ("fsdp", "hsdp"):
         return _fully_shard(network, how, world)
     network.to(world.device)
     if how.sharding == "ddp":
         return nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     return network
+
+
+def _compile(network: nn.Module, device: torch.device) -> None:
+    parts = list(blocks(network))
+    # Blocks of one kind and several sizes: its search for an order of strides fails (torch 2.13).
+    if device.type == "cpu" and any(isinstance(m, nn.Conv2d) for p in parts for m in p.modules()):
+        raise UserError(
+            "torch's compiler fails with convolutions on a CPU: leave --spread.compile out"
+        )
+    for block in parts:
+        block.compile()
 
 
 def _checkpoint(network: nn.Module) -> None:
