@@ -249,13 +249,16 @@ def test_the_digest_tells_apart_all_that_embeddings_depend_on(root, tmp_path):
 def test_a_tokenizer_may_have_its_own_folder(root, tmp_path):
     """As in diffusers' pipelines: text_encoder/ beside tokenizer/."""
     names = ("tokenizer.json", "tokenizer_config.json")
-    model = copied(root / "clip-text", tmp_path / "text_encoder", without=names)
-    files = copied(root / "clip-text", tmp_path / "tokenizer", without=("model.safetensors",))
+    model = copied(root / "clip-text", tmp_path / "words", without=names)
+    files = copied(root / "clip-text", tmp_path / "tokenizer_2", without=("model.safetensors",))
     (files / "config.json").unlink()
     with pytest.raises(UserError, match=r"no tokenizer\.json.*the tokenizer's own folder"):
         TextEncoder(str(model))
+    wanted = TextEncoder(str(root / "clip-text")).encode(PROMPTS).text
     found = TextEncoder(str(model), tokenizer=str(files)).encode(PROMPTS)
-    assert torch.equal(found.text, TextEncoder(str(root / "clip-text")).encode(PROMPTS).text)
+    assert torch.equal(found.text, wanted)
+    model = model.rename(tmp_path / "text_encoder_2")
+    assert torch.equal(TextEncoder(str(model)).encode(PROMPTS).text, wanted)
     (files / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer .* cannot be read"):
         TextEncoder(str(model), tokenizer=str(files))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from stillhouse.pipelines import (
     load_denoiser,
     resolve_folder,
 )
-from stillhouse.pipelines.load import HUB_FILES, HUB_SKIPPED
+from stillhouse.pipelines.load import CODEC_FILES, HUB_FILES, HUB_SKIPPED
 from stillhouse.pipelines.schedules import SCHEDULERS, read_schedule
 from stillhouse.process import EDM, VP, Flow, NetworkDenoiser, Scaling, alphas_cumprod, betas
 from stillhouse.solvers import sample_dpmpp_3m, sample_euler
@@ -346,3 +347,8 @@ def test_only_what_is_read_is_fetched():
         sorted(wanted | unwanted), allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED
     )
     assert set(fetched) == wanted
+    vae = filter_repo_objects(
+        sorted(wanted | unwanted), allow_patterns=CODEC_FILES, ignore_patterns=HUB_SKIPPED
+    )
+    networks = {name for name in wanted if re.match(r"(unet|transformer)/.*\.safetensors$", name)}
+    assert set(vae) == wanted - networks

@@ -9,6 +9,7 @@ import pytest
 import torch
 from data.pictures import write_shards
 
+from stillhouse.cli import main
 from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet, PointsConfig, Prepared
 from stillhouse.engine.ema import HalfLife
 from stillhouse.errors import UserError
@@ -119,6 +120,25 @@ def test_stages_that_begin_with_another_model_are_shifted_from_its_size(config):
     assert (middle.process.shift, high.process.shift) == (2, 4)
     assert middle.init_from == onward.init_from
     assert not middle.init.shift
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("flags", ["--images 100", "--data.image.size 64"])
+def test_what_stages_say_is_not_said_for_the_whole_run(command, flags, capsys):
+    dry = ["--dry-run"] if command == "train" else []
+    words = [command, "cifar10-progressive", "--scale", "tiny", *flags.split(), *dry]
+    with pytest.raises(SystemExit):
+        main(words)
+    assert """--stages '[{"size": 16, "images": 640}, """ in capsys.readouterr().err
+
+
+def test_stages_may_be_given_with_other_numbers(capsys):
+    stages = '[{"size": 16, "images": 1280}, {"size": 32, "images": 64}]'
+    words = ["train", "cifar10-progressive", "--scale", "tiny", "--stages", stages, "--dry-run"]
+    main(words)
+    told = capsys.readouterr().out
+    assert "1280 images in" in told
+    assert "640 images in" not in told
 
 
 def test_stages_may_have_shards_of_their_own(config):

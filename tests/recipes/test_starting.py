@@ -75,6 +75,7 @@ def test_a_run_at_twice_the_side_starts_from_the_weights_with_the_noise_shifted(
     told = capsys.readouterr().out
     assert "100.0% of the weights were carried over" in told
     assert "resampled" in told
+    assert "levels times 2\n" in told
     record = json.loads((large.out / "run.json").read_text())["config"]
     assert record["objective"]["density"]["shift"] == 2
     assert record["process"]["shift"] == 2
@@ -209,8 +210,13 @@ def test_levels_that_were_shifted_before_are_shifted_from_there(large, tmp_path)
     onward = changed(large, data=data, init_from=str(large.out / "model"), out=tmp_path / "third")
     with pytest.raises(UserError, match=r"other noise levels than --process says \(2, not 1\)"):
         shifted(onward)
-    told = shifted(changed(onward, process=RectifiedFlow(shift=2)))
-    assert told.process.shift == 4
+    half = changed(onward, process=RectifiedFlow(shift=2))
+    with pytest.raises(UserError, match=r"give --objective\.density\.shift 2, so that they"):
+        shifted(half)
+    density = half.objective.density.model_copy(update={"shift": 2.0})
+    objective = half.objective.model_copy(update={"density": density})
+    told = shifted(changed(half, objective=objective))
+    assert told.process.shift == told.objective.density.shift == 4
 
 
 def test_schedulers_of_diffusers_start_a_shifted_process_at_a_finite_level():

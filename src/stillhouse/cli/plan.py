@@ -10,7 +10,7 @@ def main(words: Sequence[str]) -> None:
     from stillhouse.cli.train import recipe_or_file, take_own_flags
     from stillhouse.errors import UserError
     from stillhouse.recipes.plan.costs import PlanRun, as_json, plan, show
-    from stillhouse.recipes.train.progressive import legs
+    from stillhouse.recipes.train.progressive import check_flags, legs
 
     name, own, rest = _apart(words, {*PlanRun.model_fields, "json", "help"})
     machine = own.pop("--json", None) is not None
@@ -28,6 +28,7 @@ def main(words: Sequence[str]) -> None:
     start = recipe_or_file(name, beside.get("--scale", "full"))
     _check_own(rest, {*PlanRun.model_fields}, {*type(start).model_fields})
     config = parse(start, rest, prog=f"stillhouse plan {name}")
+    check_flags(start, config)
     found = [(leg, plan(leg, place)) for leg in legs(config)]
     if machine:
         print(json.dumps([as_json(leg, place, lines) for leg, lines in found]))

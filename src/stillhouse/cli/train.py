@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.train.progressive import legs, run_stages
+    from stillhouse.recipes.train.progressive import check_flags, legs, run_stages
 
     words, own = take_own_flags(list(words))
     scale = own.get("--scale", "full")
     name = words.pop(0) if words and not words[0].startswith("-") else ""
+    recipe = recipe_or_file(name, scale)
     config = parse(
-        recipe_or_file(name, scale),
+        recipe,
         words,
         prog=f"stillhouse train {name or 'RECIPE'}",
         description=_description(),
@@ -31,6 +32,7 @@ def main(words: Sequence[str]) -> None:
         from stillhouse.errors import UserError
 
         raise UserError(_description())
+    check_flags(recipe, config)
     if "--dry-run" in own:
         from stillhouse.recipes.plan.planning import describe
 

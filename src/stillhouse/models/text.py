@@ -134,6 +134,12 @@ def _load(name: str) -> tuple[Kind, Loaded]:
 # ---------------------------------------------------------------- tokenizers
 
 
+def _tokenizer_folder(model: Path) -> Path:
+    """Of a text encoder within a pipeline: text_encoder_2 has its tokenizer in tokenizer_2."""
+    beside = model.absolute().parent / model.name.replace("text_encoder", "tokenizer", 1)
+    return beside if model.name.startswith("text_encoder") and beside.is_dir() else model
+
+
 def _tokenizer_files(folder: Path) -> list[Path]:
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     whole = next((names for names in VOCABULARIES if names <= present), None)
@@ -165,8 +171,8 @@ class TextEncoder:
     """A CLIP, T5 or BERT-like model from a folder or the hub: safetensors only, never any code.
 
     `length` is the number of tokens that every prompt gets (0: the kind's own); longer prompts are
-    cut, and `count_tokens` says beforehand which. `tokenizer` is a folder, where it is not that of
-    the model.
+    cut, and `count_tokens` says beforehand which. `tokenizer` is a folder, where it is neither that
+    of the model nor beside it in a pipeline.
     """
 
     def __init__(
@@ -178,7 +184,7 @@ class TextEncoder:
         device: torch.device | str = "cpu",
     ) -> None:
         kind, loaded = _load(name)
-        folder = Path(tokenizer).expanduser() if tokenizer else loaded.folder
+        folder = Path(tokenizer).expanduser() if tokenizer else _tokenizer_folder(loaded.folder)
         files = _tokenizer_files(folder)
         self.name, self.device, self.pool = name, torch.device(device), kind.pool
         self.model, self.tokenizer = loaded.model.to(self.device), _load_tokenizer(folder)

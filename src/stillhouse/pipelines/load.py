@@ -52,6 +52,7 @@ HUB_FILES = [
         for name in ("diffusion_pytorch_model", CONDITIONING)
     ),
 ]
+CODEC_FILES = [name for name in HUB_FILES if not name.startswith(("unet/", "transformer/"))]
 HUB_SKIPPED = ["*.non_ema.*", "*.non_ema-*"]
 
 
@@ -109,7 +110,7 @@ def load_codec(
 
     A model that works on pixels has none.
     """
-    folder = resolve_folder(path_or_hub_id)
+    folder = resolve_folder(path_or_hub_id, CODEC_FILES)
     place = folder / "vae"
     if not (place / "config.json").is_file():
         place, alone = folder, folder / "config.json"
@@ -123,7 +124,7 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def resolve_folder(path_or_hub_id: str | Path) -> Path:
+def resolve_folder(path_or_hub_id: str | Path, files: list[str] = HUB_FILES) -> Path:
     """A local directory as it is; anything else is a hub id, fetched (or found in the cache)."""
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -137,7 +138,7 @@ def resolve_folder(path_or_hub_id: str | Path) -> Path:
         raise UnreadableCheckpoint(
             f"{text} is neither a directory nor a hub id of the form owner/name."
         )
-    return fetch(text)
+    return fetch(text, files)
 
 
 def checkpoint_files(folder: Path) -> dict[str, list[Path]]:

@@ -32,6 +32,20 @@ class Stage(Config):
     """The same of what is not trained on."""
 
 
+def check_flags(recipe: "TrainRun", config: "TrainRun") -> None:
+    """What stages say is not said for the whole run: it would not be heard."""
+    if not config.stages or config.stages != recipe.stages:
+        return
+    before, now = ((run.images, getattr(run.data, "image", None)) for run in (recipe, config))
+    sizes = [image and image.size for image in (before[1], now[1])]
+    if before[0] != now[0] or sizes[0] != sizes[1]:
+        example = ", ".join(f'{{"size": {s.size}, "images": {s.images}}}' for s in config.stages)
+        raise UserError(
+            "the stages say how many images there are, and of which size: give --stages "
+            f"'[{example}]' with other numbers, and leave --images and --data.image.size out"
+        )
+
+
 def legs(config: "TrainRun") -> list["TrainRun"]:
     """A run per stage, or the run itself."""
     from stillhouse.recipes.train.starting import enlargement, moved

@@ -16,7 +16,13 @@ from stillhouse.errors import UserError
 from stillhouse.models import Codec, DiffusersNetwork
 from stillhouse.models.positions import Positions
 from stillhouse.models.transfer import Account, transfer
-from stillhouse.pipelines import load_codec, load_denoiser
+from stillhouse.pipelines import (
+    checkpoint_files,
+    load_codec,
+    load_denoiser,
+    read_facts,
+    resolve_folder,
+)
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.latents import image_side
 from stillhouse.recipes.train.processes import RectifiedFlow
@@ -65,6 +71,12 @@ def moved(config: "TrainRun", scale: float) -> "TrainRun":
     )
 
 
+def moved_by(before: "TrainRun", after: "TrainRun") -> float:
+    """What noise levels were multiplied by."""
+    ends = [[getattr(run.process, name, 1.0) for name in MOVED] for run in (after, before)]
+    return max(new / old for new, old in zip(*ends, strict=True))
+
+
 def check_levels(config: "TrainRun") -> None:
     """What is shifted must be the checkpoint's own levels: it may have been shifted before."""
     own, ours = load_denoiser(config.init_from).scaling, config.process.build().scaling
@@ -77,6 +89,21 @@ def check_levels(config: "TrainRun") -> None:
             f"not {ends[1]:g}): give its own --process; if it was shifted before, with "
             "--process.shift (edm: --process.sigma-max) and --objective.density.shift as they were"
         )
+    objective: Any = config.objective
+    density, own_shift = objective.density, trained_shift(config, objective.density)
+    follow = follows(density, config.process)
+    if not follow and not math.isclose(own_shift, density.shift, rel_tol=1e-3):
+        raise UserError(
+            f"{config.init_from} was trained on noise levels times {own_shift:g}: give "
+            f"--objective.density.shift {own_shift:g}, so that they are shifted from there"
+        )
+
+
+def trained_shift(config: "TrainRun", ours: Any) -> float:
+    """That of the checkpoint's density, where it is known and of our kind; else our own."""
+    network = checkpoint_files(resolve_folder(config.init_from))["network"][0].parent
+    own = read_facts(network).get("config", {}).get("objective", {}).get("density", {})
+    return float(own.get("shift", 1.0)) if own.get("kind") == ours.kind else ours.shift
 
 
 def enlargement(config: "TrainRun") -> float:

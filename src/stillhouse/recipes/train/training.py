@@ -47,7 +47,7 @@ from stillhouse.recipes.train.sessions import (
     opening,
     stopping,
 )
-from stillhouse.recipes.train.starting import Carry, shifted, start_from
+from stillhouse.recipes.train.starting import Carry, moved_by, shifted, start_from
 from stillhouse.recipes.train.tuning import (
     OwnObjective,
     PipelineExporter,
@@ -121,7 +121,7 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
     """The run of one process among all."""
     if config.stages:
         raise ValueError("a run in stages is trained by recipes.progressive.run_stages")
-    config = shifted(fitted(config))
+    config, asked = shifted(fitted(config)), config
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
         loader = build_loader(config, here, positions(store, found))
@@ -144,6 +144,7 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
         here.first(lambda: write_record(config, parameters, origins))
         if here.rank == 0 and found is None and learner.account is not None:
             print(f"{config.init_from}: {learner.account}", flush=True)
+            print(f"{'noise':9}  levels times {moved_by(asked, config):g}", flush=True)
         feed = stack.enter_context(Prefetch(loader, learner.prepare))
         # Of a network that was carried over: what it can do before it has learnt anything here.
         looked = [] if found or learner.account is None else looking(engine)
