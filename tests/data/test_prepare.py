@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,7 +21,16 @@ from data import preparing
 from data.pictures import write_folder, write_shards
 from data.preparing import SIDE, SmallCodec, SmallText, job, picture, stored, write_mixed
 
-from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, Parquet, Tars, prepare
+from stillhouse.data import (
+    Columns,
+    DataConfig,
+    Folder,
+    ImageConfig,
+    Parquet,
+    Prepared,
+    Tars,
+    prepare,
+)
 from stillhouse.data.crops import Layout
 from stillhouse.data.faults import Fault
 from stillhouse.data.loaded import Words
@@ -126,6 +137,114 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
     assert (found.image, found.label, found.text) == ("image", "label", "caption")
     with pytest.raises(UserError, match="there is no column 'photo'"):
         prepare.open_rows(Parquet(files=(glob,)), Columns(image="photo"))
+
+
+def write_samples(file, samples):
+    """A tar of samples by their suffixes."""
+    import io
+    import tarfile
+
+    with tarfile.open(file, "w") as tar:
+        for number, members in enumerate(samples):
+            for suffix, data in members.items():
+                info = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def test_every_sample_of_a_tar_has_its_image_under_its_own_suffix(tmp_path):
+    images = [
+        {"png": b"0"},
+        {"JPG": b"1", "txt": b"one"},
+        {"webp": b"2", "png": b"3"},
+        {"cls": b"4"},
+    ]
+    write_samples(tmp_path / "a.tar", images)
+    source, unit = Tars(files=(str(tmp_path / "a.tar"),)), Unit(0, 0, 0, END)
+    rows = prepare.open_rows(source, Columns())
+    found = [entry.row for entry in rows.read(unit, 0)]
+    assert [row.image for row in found] == [b"0", b"1", b"3", None]
+    assert [row.text for row in found] == [None, b"one", None, None]
+    assert rows.images.columns.text == "txt"  # which the first sample does not have
+    named = prepare.open_rows(source, Columns(image="webp"))
+    assert [entry.row.image for entry in named.read(unit, 0)] == [None, None, b"2", None]
+
+
+def test_columns_of_tars_are_looked_for_in_the_first_samples_alone(tmp_path):
+    write_samples(tmp_path / "a.tar", [{"png": b""}] * 60)
+    write_samples(tmp_path / "b.tar", [{"png": b""}] * 39 + [{"txt": b""}, {"cls": b"1"}])
+    found = prepare.open_rows(Tars(files=(str(tmp_path),)), Columns()).images.columns
+    assert (found.label, found.text) == ("", "txt")
+
+
+def test_captions_beside_images_are_those_that_training_reads(tmp_path):
+    write_folder(tmp_path, 5)
+    for image in tmp_path.rglob("*.png"):
+        image.with_suffix(".txt").write_text(f"picture {image.stem}")
+    source = Folder(path=str(tmp_path))
+    wanted = source.open_indexed(Columns(text="text")).captions().texts
+    for columns, captions in [(Columns(), True), (Columns(text="said"), False)]:
+        rows = prepare.open_rows(source, columns, captions)
+        units = rows.cut(0).units
+        texts = [entry.row.text for unit in units for entry in rows.read(unit, unit.start)]
+        assert tuple(texts) == wanted
+        assert rows.images.columns.text == (columns.text or "text")
+    assert wanted[3] == "picture 000003"
+    assert prepare.open_rows(source, Columns()).images.columns.text == ""
+    (tmp_path / "a" / "000000.txt").unlink()
+    prepare.open_rows(source, Columns())
+    with pytest.raises(UserError, match="1 of 5 images have no caption beside them"):
+        prepare.open_rows(source, Columns(), captions=True)
+
+
+def test_a_missing_column_is_named_by_the_flag_of_this_command(tmp_path):
+    write_folder(tmp_path / "folder", 3)
+    sources = [
+        Folder(path=str(tmp_path / "folder")),
+        Tars(files=(write_shards(tmp_path / "tars", "tars", [2]),)),
+        Parquet(files=(write_shards(tmp_path / "parquet", "parquet", [2]),)),
+    ]
+    for source in sources:
+        with pytest.raises(UserError, match=r"Name it as --columns\.text"):
+            prepare.open_rows(source, Columns(text="said"))
+
+
+# ---------------------------------------------------------------- what a folder holds
+
+
+def test_a_stray_file_does_not_decide_how_a_folder_is_read(tmp_path):
+    def found(columns=None):
+        return prepare.source_in(str(tmp_path), columns or Columns())
+
+    write_folder(tmp_path, 12)
+    metadata = {"url": ["there"], "caption": ["a"], "key": ["000000000"], "status": ["success"]}
+    pq.write_table(pa.table(metadata), tmp_path / "00000.parquet")  # img2dataset's files
+    assert isinstance(found(), Folder)
+    assert len(prepare.open_rows(found(), Columns()).images) == 12
+    with pytest.raises(UserError, match=r"\.parquet files \(1\) and image files \(12\)"):
+        found(Columns(image="url"))
+
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    write_shards(deep, "tars", [2, 2])
+    (tmp_path / ".trash").mkdir()
+    write_shards(tmp_path / ".trash", "tars", [2])
+    told = r"\.tar files \(2\) and image files \(12\).*/\*\*/\*\.tar', or move them"
+    with pytest.raises(UserError, match=told):
+        found()
+    for image in tmp_path.rglob("*.png"):
+        image.unlink()
+    assert isinstance(found(), Tars)
+    shutil.rmtree(tmp_path / "a")
+    assert isinstance(found(), Parquet)  # which says that it has no images
+
+
+def test_parquet_files_of_images_beside_images_are_refused(tmp_path):
+    write_folder(tmp_path, 3)
+    write_mixed(tmp_path, [3])
+    with pytest.raises(UserError, match=r"\.parquet files \(1\) and image files \(3\)"):
+        prepare.source_in(str(tmp_path), Columns())
+    assert isinstance(prepare.source_in(str(tmp_path), Columns(image="photo")), Folder)
 
 
 # ---------------------------------------------------------------- damage
@@ -376,6 +495,8 @@ def test_every_row_is_kept_filtered_or_failed_and_the_index_counts_it(files, tmp
     }
     assert len(rows) == 70 - 2 - small - aspect
     assert sum(index["rows"]) == len(rows)
+    enlarged = [row for row in rows if min(row["height"], row["width"]) < SIDE]
+    assert index["enlarged"] == len(enlarged) > 0
     assert {failure["name"] for failure in failures(tmp_path / "out")} == {
         "part-000.parquet/3",
         "part-001.parquet/4",
@@ -442,22 +563,51 @@ def test_a_unit_that_another_worker_has_finished_is_left_alone(files, tmp_path):
     assert shard.stat().st_mtime_ns == then
 
 
-def test_a_unit_without_any_image_left_has_no_shard_and_is_finished(files, tmp_path):
-    work = job(files, tmp_path / "out", rules=Rules(ImageConfig(size=SIDE), min_size=999))
+def test_a_unit_without_any_image_left_has_no_shard_and_is_finished(tmp_path):
+    files = write_mixed(tmp_path / "data", [8, 8], broken=range(8))
+    work = job(files, tmp_path / "out", rules=Rules(ImageConfig(size=SIDE)))
     index = make_all(work)
-    assert not list((tmp_path / "out").glob("*.parquet"))
-    assert index["counts"]["kept"] == 0
-    assert index["latent"] == {"shape": None}
+    assert [file.name for file in (tmp_path / "out").glob("*.parquet")] == ["shard-000001.parquet"]
+    assert index["rows"] == [0, 8]
     assert not prepare.make_plan(work, 16).missing
 
 
-def test_a_shard_of_another_size_than_it_was_written_is_refused(files, tmp_path):
+def test_where_no_image_is_kept_there_is_no_index_and_the_reasons_are_told(files, tmp_path):
+    work = job(files, tmp_path / "out", rules=Rules(ImageConfig(size=SIDE), min_size=999))
+    told = r"none of 70 images was kept: 68 small, 2 failed \(.*\). Look at --min-size.*failures"
+    with pytest.raises(UserError, match=told):
+        make_all(work)
+    assert len(failures(tmp_path / "out")) == 2
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"failures.jsonl"}  # other settings may use the folder
+
+
+def test_an_index_without_latents_cannot_be_trained_on(tmp_path):
+    index = {"config": {}, "text": None, "latent": {"shape": None}}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"holds no latents.*prepare it again"):
+        _ = Prepared(path=str(tmp_path)).index
+
+
+def test_a_shard_of_another_size_than_it_was_written_is_made_again(files, tmp_path):
+    work = job(files, tmp_path / "out")
+    first = make_all(work)
+    shard = tmp_path / "out" / "shard-000001.parquet"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert [unit.number for unit in prepare.make_plan(work, 16).missing] == [1]
+    assert make_all(work) == first
+    assert shard.read_bytes() == whole
+
+
+def test_a_shard_that_changes_before_the_end_is_refused(files, tmp_path):
     work = job(files, tmp_path / "out")
     make_all(work)
+    plan = prepare.make_plan(work, 16)
     shard = tmp_path / "out" / "shard-000001.parquet"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"shard-000001.parquet.*remove it"):
-        make_all(work)
+        prepare.conclude(work, plan, {})
 
 
 def test_a_unit_that_ends_its_worker_each_time_is_given_up(files, tmp_path):

@@ -18,11 +18,20 @@ from recipes.test_telling import write_data
 
 from stillhouse.cli import main
 from stillhouse.data import Columns, DataConfig, Folder, ImageConfig, Parquet, Tars
-from stillhouse.data.prepare import Pool
+from stillhouse.data.prepare import Pool, make_plan
+from stillhouse.data.prepare.worker import Worker
 from stillhouse.errors import UserError
 from stillhouse.models.text import TextEncoder
 from stillhouse.pipelines import load_codec
-from stillhouse.recipes.preparing import PrepareRun, Task, find_pool, find_source, run
+from stillhouse.recipes import known_data
+from stillhouse.recipes.preparing import (
+    PrepareRun,
+    Task,
+    find_pool,
+    find_source,
+    run,
+    tell_enlarged,
+)
 
 SIDE = 16
 
@@ -162,6 +171,32 @@ def test_another_run_in_the_same_folder_is_refused_once_it_has_begun(config, cha
         pass
 
 
+def test_what_another_try_has_left_is_not_taken_for_this_ones(config, tmp_path):
+    """Hashes of other images would drop some that are there once."""
+    with Task(config).claimed():
+        pass
+    left = [
+        tmp_path / "out" / "hashes" / "shard-000000.blake2b",
+        tmp_path / "out/shard-000009.parquet",
+    ]
+    left[0].parent.mkdir()
+    for file in left:
+        file.touch()
+    with Task(config.model_copy(update={"workers": 2})).claimed():
+        assert all(file.exists() for file in left)
+    write_shards(tmp_path / "data", "parquet", [20, 21])
+    with Task(config).claimed():
+        assert not any(file.exists() for file in left)
+
+
+def test_finished_shards_are_not_removed_even_where_their_units_are_not_known(config, tmp_path):
+    with Task(config).claimed():
+        (tmp_path / "out" / "index.json").write_text("{}")
+    other = Task(config.model_copy(update={"flip": True}))
+    with pytest.raises(UserError, match="shards of another run"), other.claimed():
+        pass
+
+
 def test_the_machine_may_change_and_the_images_may_not(config, tmp_path):
     with Task(config).claimed():
         begun(Task(config))
@@ -205,7 +240,8 @@ def test_the_folder_of_a_training_run_is_refused(config, tmp_path):
         ({"max_aspect": 0.5}, "1 or more"),
         ({"source": "nowhere"}, "neither a folder nor a data set"),
         ({"resolution": 20}, "multiples of 8"),
-        ({"columns": Columns(text="said")}, "there is no column 'said'"),
+        ({"columns": Columns(text="said")}, "no column 'said'.*Name it as --columns.text"),
+        ({"tile": 8}, "--tile 8 is too small: .* at least 16 pixels"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(config, change, told):
@@ -262,6 +298,43 @@ def test_a_source_is_known_by_its_name_or_by_what_it_holds(tmp_path):
     source, columns = find_source("cifar10:test", Columns())
     assert "test" in source.files[0]
     assert columns.label == "label"
+
+
+def test_columns_that_are_named_count_in_a_data_set_too():
+    _, columns = find_source("emoji", Columns(text="name"))
+    assert columns == known_data.columns("emoji").model_copy(update={"text": "name"})
+    assert columns.styles
+
+
+def test_a_folder_with_the_name_of_a_data_set_is_not_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "pets", 3)
+    told = r"write \./pets for the folder, pets:train for the data set"
+    with pytest.raises(UserError, match=told):
+        find_source("pets", Columns())
+    assert isinstance(find_source("./pets", Columns())[0], Folder)
+    assert isinstance(find_source("pets:train", Columns())[0], Parquet)
+
+
+def test_captions_in_files_beside_the_images_are_encoded(config, encoder, tmp_path):
+    write_folder(tmp_path / "photos", 4)
+    for image in (tmp_path / "photos").rglob("*.png"):
+        image.with_suffix(".txt").write_text("a picture")
+    change = {"source": str(tmp_path / "photos"), "text": encoder}
+    assert Task(config.model_copy(update=change)).columns.text == "text"
+
+
+def test_images_that_were_enlarged_are_told(config, capsys):
+    """Theirs is a side of 8."""
+    task = Task(config)
+    with task.claimed():
+        worker = Worker(task.job)
+        for unit in make_plan(task.job).missing:
+            worker.do(unit, frozenset())
+    run(config)
+    assert "40 of 40 images were enlarged to 16 pixels" in capsys.readouterr().out
+    tell_enlarged({"enlarged": 0, "counts": {"kept": 40}}, 16)
+    assert not capsys.readouterr().out
 
 
 def test_a_worker_for_each_core_or_gpu_and_no_more_than_there_are(config):

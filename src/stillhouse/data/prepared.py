@@ -112,6 +112,11 @@ def _index(path: str, storage: tuple[tuple[str, Any], ...]) -> Index:
             "not finished; the same `stillhouse prepare` command again goes on with it"
         ) from error
     config, text = found["config"], found["text"]
+    if found["latent"]["shape"] is None:
+        raise UserError(
+            f"{path} holds no latents, since no image was kept: prepare it again with another "
+            "--min-size or --max-aspect, or look at its failures.jsonl"
+        )
     return Index(
         tuple(found["latent"]["shape"]),
         config["dtype"],

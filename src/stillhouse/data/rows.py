@@ -68,15 +68,21 @@ class Row(NamedTuple):
     styles: tuple[Any, ...] = ()
 
 
-def check_columns(features: Any, columns: Columns, where: str) -> None:
-    """One sentence for a column that is not there, or that cannot be what it should be."""
+def check_columns(
+    features: Any, columns: Columns, where: str, flag: str = "--data.columns"
+) -> None:
+    """One sentence for a column that is not there, or that cannot be what it should be.
+
+    `flag` is what a command calls the columns.
+    """
     for role, name in columns.roles:
         known = name in ("", WHOLE_ROW) or name in features
         if not known and name.split(".")[0] not in features:
             there = ", ".join(features)
+            beside = " or put a .txt beside each image of a folder" if role == "text" else ""
             raise UserError(
                 f"there is no column {name!r} for the {role} in {where}; the columns are: {there}. "
-                f"Name it as --data.columns.{role}"
+                f"Name it as {flag}.{role}{beside}"
             )
     label = features.get(columns.label)
     dtype = str(getattr(label, "dtype", "int64"))

@@ -7,7 +7,6 @@ Running the same command again goes on where it stopped.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,14 +21,15 @@ from torch import Tensor
 
 from stillhouse import __version__
 from stillhouse.config import Config
-from stillhouse.data import CentreCrop, Columns, Folder, ImageConfig, Parquet, Source, Tars
+from stillhouse.data import CentreCrop, Columns, ImageConfig, Parquet, Source, Tars
 from stillhouse.data import prepare as work
 from stillhouse.data.crops import Crop
 from stillhouse.data.prepare import Fate, Form, Job, Plan, Pool, Precision, Rules, Words
 from stillhouse.data.prepare.files import write
 from stillhouse.data.prepare.units import END
 from stillhouse.data.prepare.worker import SUMMARIES
-from stillhouse.data.shardfiles import filesystem, is_folder
+from stillhouse.data.prepared import INDEX
+from stillhouse.data.shardfiles import is_folder
 from stillhouse.engine import storage
 from stillhouse.errors import UserError
 from stillhouse.models import Codec
@@ -111,7 +111,17 @@ def run(config: PrepareRun) -> dict[str, Any]:
         if plan.missing:
             with work.cluster(config.ray, config.workers) as resources:
                 encode(task, plan, resources)
-        return work.conclude(task.job, plan, task.facts)
+        index = work.conclude(task.job, plan, task.facts)
+        tell_enlarged(index, config.resolution)
+        return index
+
+
+def tell_enlarged(index: dict[str, Any], side: int) -> None:
+    if index["enlarged"]:
+        print(
+            f"{index['enlarged']} of {index['counts']['kept']} images were enlarged to {side} "
+            f"pixels: a smaller --resolution fits them, --min-size {side} leaves them out"
+        )
 
 
 def check(config: PrepareRun) -> None:
@@ -183,6 +193,11 @@ class CodecFactory:
                 f"{self.name} has no autoencoder: name a diffusers pipeline of latents, or the "
                 "autoencoder's own directory"
             )
+        if 0 < self.tile < 2 * codec.downscale:
+            raise UserError(
+                f"--tile {self.tile} is too small: this codec takes squares of at least "
+                f"{2 * codec.downscale} pixels; 0 is for whole images"
+            )
         return codec.enable_tiling(self.tile) if self.tile else codec
 
     def __call__(self, device: str) -> Callable[[Tensor], Tensor]:
@@ -226,12 +241,12 @@ class Task:
     def __init__(self, config: PrepareRun) -> None:
         self.config = config
         self.source, columns = find_source(config.source, config.columns)
-        self.rows = work.open_rows(self.source, columns)
+        self.rows = work.open_rows(self.source, columns, config.text != "none")
         self.columns = self.rows.images.columns
         if config.text != "none" and not self.columns.text:
             raise UserError(
-                "there are no captions to encode: name their column as --columns.text, or leave "
-                "--text out"
+                "there are no captions to encode: name their column as --columns.text, put a .txt "
+                "beside each image of a folder, or leave --text out"
             )
         self.folder = storage.Folder.at(config.out)
 
@@ -321,11 +336,13 @@ class Task:
         if CLAIM in self.folder.names():
             old = json.loads(self.folder.read(CLAIM))
             changed = self._changes(old, settings)
-            if changed and ("seen" not in old or (self.folder / SUMMARIES).names()):
+            if changed and ("seen" not in old or self._begun()):
                 raise UserError(
                     f"{self.folder} holds shards of another run ({listed(changed)}). Choose "
                     "another --out, or remove it"
                 )
+            if changed:
+                work.forget(self.folder)
         elif any(name.endswith(".parquet") for name in self.folder.names()):
             raise UserError(f"{self.folder} holds files of another kind: choose another --out")
         claim = {"run": settings, "seen": self.seen}
@@ -334,6 +351,9 @@ class Task:
             from safetensors.numpy import save
 
             write(self.folder, NULL, save(self._null._asdict()))
+
+    def _begun(self) -> bool:
+        return INDEX in self.folder.names() or bool((self.folder / SUMMARIES).names())
 
     def _changes(self, old: dict[str, Any], settings: dict[str, Any]) -> list[str]:
         if not {"run", "seen"} <= old.keys():
@@ -351,8 +371,13 @@ def find_source(name: str, columns: Columns) -> tuple[Source, Columns]:
     """By the name of a data set, by the files' suffix, or by what a folder holds."""
     known, _, split = name.partition(":")
     if known in known_data.HUB and split in ("", "train", "test"):
+        if not split and is_folder(name, {}):
+            raise UserError(
+                f"{name} is both a folder here and a data set: write ./{name} for the folder, "
+                f"{name}:train for the data set"
+            )
         source = known_data.parquet(known, "test" if split == "test" else "train")
-        return source, known_data.columns(known)
+        return source, merged(known_data.columns(known), columns)
     if name.endswith(".tar"):
         return Tars(files=(name,)), columns
     if name.endswith(".parquet"):
@@ -362,15 +387,11 @@ def find_source(name: str, columns: Columns) -> tuple[Source, Columns]:
             f"{name} is neither a folder nor a data set: name a folder of images, Parquet files, "
             "tars, or a data set (cifar10)"
         )
-    suffixes = _suffixes(name)
-    # img2dataset leaves Parquet files of metadata beside its tars.
-    if ".tar" in suffixes:
-        return Tars(files=(name,)), columns
-    return (Parquet(files=(name,)) if ".parquet" in suffixes else Folder(path=name)), columns
+    return work.source_in(name, columns), columns
 
 
-def _suffixes(folder: str) -> set[str]:
-    """Of the files in it and in its sub-folders."""
-    fs, path = filesystem(folder, {})
-    files = (name for _, _, names in fs.walk(path, maxdepth=2) for name in names)
-    return {os.path.splitext(name)[1] for name in files}
+def merged(usual: Columns, named: Columns) -> Columns:
+    """The usual columns, but for those that the user has named."""
+    plain = Columns()
+    own = {role: value for role, value in named if value != getattr(plain, role)}
+    return usual.model_copy(update=own)

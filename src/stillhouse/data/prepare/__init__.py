@@ -5,11 +5,13 @@ Encoders come as factories, picklable callables that are called in the workers.
 
 from stillhouse.data.loaded import Words
 from stillhouse.data.prepare.cluster import Fate, Pool, cluster
+from stillhouse.data.prepare.holdings import source_in
 from stillhouse.data.prepare.job import (
     Plan,
     conclude,
     encode_all,
     find_index,
+    forget,
     hash_all,
     make_plan,
 )
@@ -34,7 +36,9 @@ __all__ = [
     "conclude",
     "encode_all",
     "find_index",
+    "forget",
     "hash_all",
     "make_plan",
     "open_rows",
+    "source_in",
 ]

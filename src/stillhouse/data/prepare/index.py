@@ -1,4 +1,4 @@
-"""What the shards hold, all together: `index.json`, written last, and `failures.jsonl`."""
+"""What the shards hold, all together: the content of `index.json`, and `failures.jsonl`."""
 
 import hashlib
 import json
@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stillhouse.data.faults import Fault
-from stillhouse.data.prepare.files import partial_file, publish, read_many, sizes, write
+from stillhouse.data.prepare.files import partial_file, publish, read_many, sizes
 from stillhouse.data.prepare.moments import ChannelMoments
 from stillhouse.data.prepare.samples import Failed
 from stillhouse.data.prepare.units import Unit
 from stillhouse.data.prepare.worker import SUMMARIES
-from stillhouse.data.prepared import INDEX
 from stillhouse.engine.storage import Folder
 from stillhouse.errors import UserError
 
@@ -37,6 +36,7 @@ class Totals:
     def take(self, summary: Mapping[str, Any]) -> None:
         self.rows.append(summary["kept"])
         self.counts.update({name: summary[name] for name in ("rows", "kept", "tokens", "bytes")})
+        self.counts["enlarged"] += summary.get("enlarged", 0)  # older ones don't say
         self.filtered.update(summary["filtered"])
         self.digest.update(bytes.fromhex(summary["digest"]))
         if summary["moments"]:
@@ -55,10 +55,11 @@ def _kind(reason: str) -> str:
     return re.split(r"[\d(]", reason)[0].strip() or reason
 
 
-def write_index(
+def make_index(
     folder: Folder, units: Sequence[Unit], faults: Sequence[Fault], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Reads every summary; `faults` are files that could not be cut into units."""
+    """Reads every summary, and writes the failures; `faults` are files that could not be cut into
+    units."""
     totals = Totals()
     with partial_file(folder, FAILURES) as path:
         with path.open("w", encoding="utf-8") as stream:
@@ -69,9 +70,19 @@ def write_index(
                 for failure in summary["failures"]:
                     totals.fail(Failed(**failure), stream)
         publish(folder, FAILURES, path)
-    index = _index(totals, facts)
-    write(folder, INDEX, json.dumps(index, indent=2).encode())
-    return index
+    return _index(totals, facts)
+
+
+def nothing_kept(folder: Folder, index: Mapping[str, Any]) -> str:
+    """Why, and what to do."""
+    counts, reasons = index["counts"], index["failures"]["reasons"]
+    left_out = [f"{number} {reason}" for reason, number in counts["filtered"].items()]
+    if counts["failed"]:
+        left_out.append(f"{counts['failed']} failed ({', '.join(reasons)})")
+    return (
+        f"none of {counts['rows']} images was kept: {', '.join(left_out)}. Look at --min-size, "
+        f"--max-aspect and {folder}/{FAILURES}, and run it again"
+    )
 
 
 def _index(totals: Totals, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +97,7 @@ def _index(totals: Totals, facts: Mapping[str, Any]) -> dict[str, Any]:
         "failures": {"file": FAILURES, "reasons": dict(totals.reasons.most_common())},
         "latent": latent,
         "tokens": totals.counts["tokens"],
+        "enlarged": totals.counts["enlarged"],
         "bytes": totals.counts["bytes"],
         "digest": totals.digest.hexdigest(),
         **facts,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from stillhouse.data.faults import Fault
 from stillhouse.data.prepare.cluster import Fate, Pool, stream
 from stillhouse.data.prepare.duplicates import HASHES, Hasher, find_duplicates
-from stillhouse.data.prepare.files import read_many, remove_partial, sizes
-from stillhouse.data.prepare.index import write_index
+from stillhouse.data.prepare.files import read_many, remove_partial, sizes, write
+from stillhouse.data.prepare.index import make_index, nothing_kept
 from stillhouse.data.prepare.units import Unit
 from stillhouse.data.prepare.worker import SUMMARIES, TRIES, Job, Worker
 from stillhouse.data.prepared import INDEX
@@ -46,22 +46,30 @@ def make_plan(job: Job, size: int = 0) -> Plan:
 
 
 def finished(folder: Folder) -> set[str]:
-    """Names of units. The summary of a shard that somebody has removed is removed, too."""
-    summaries = folder / SUMMARIES
-    names = {name.removesuffix(".json") for name in summaries.names() if name.endswith(".json")}
-    there = sizes(folder)
-    bare = sorted(name for name in names if f"{name}.parquet" not in there)
-    found = read_many(summaries, [f"{name}.json" for name in bare])
-    for name, data in zip(bare, found, strict=True):
-        if json.loads(data)["kept"]:
-            summaries.remove(f"{name}.json")
-            names.remove(name)
-    return names
+    """Names of units. The summary of a shard that is gone, or of another size, is removed."""
+    summaries, there = folder / SUMMARIES, sizes(folder)
+    names = [name for name in summaries.names() if name.endswith(".json")]
+    done: set[str] = set()
+    for name, data in zip(names, read_many(summaries, names), strict=True):
+        unit = name.removesuffix(".json")
+        if there.get(f"{unit}.parquet", 0) == json.loads(data)["bytes"]:
+            done.add(unit)
+        else:
+            summaries.remove(name)
+    return done
 
 
 def find_index(folder: Folder) -> dict[str, Any] | None:
     """What an earlier run has left when it was finished."""
     return json.loads(folder.read(INDEX)) if INDEX in folder.names() else None
+
+
+def forget(folder: Folder) -> None:
+    """What a try with other settings has left, and would be taken for this one's."""
+    (folder / HASHES).clear()
+    for name in folder.names():
+        if name.startswith("shard-") and name.endswith(".parquet"):
+            folder.remove(name)
 
 
 def hash_all(job: Job, plan: Plan, pool: Pool, tell: Tell) -> dict[int, frozenset[int]]:
@@ -81,12 +89,23 @@ def encode_all(
 
 
 def conclude(job: Job, plan: Plan, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The index, and nothing left that only the work has needed."""
+    """The index, and nothing left that only the work has needed.
+
+    Where no image was kept there is no index, and the folder is free for other settings.
+    """
     folder = job.folder()
-    index = write_index(folder, plan.units, plan.faults, facts)
-    for name in (TRIES, HASHES):
-        (folder / name).clear()
+    index = make_index(folder, plan.units, plan.faults, facts)
+    if not index["counts"]["kept"]:
+        _clear(folder, TRIES, HASHES, SUMMARIES)
+        raise UserError(nothing_kept(folder, index))
+    write(folder, INDEX, json.dumps(index, indent=2).encode())
+    _clear(folder, TRIES, HASHES)
     return index
+
+
+def _clear(folder: Folder, *names: str) -> None:
+    for name in names:
+        (folder / name).clear()
 
 
 def _follow(fates: Any, units: Sequence[Unit], job: Job, tell: Tell) -> None:

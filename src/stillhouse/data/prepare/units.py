@@ -12,14 +12,15 @@ Units follow the order of the source, so that the shards, one after the other, d
 import os
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 from stillhouse.data import shardfiles
 from stillhouse.data.faults import Fault
-from stillhouse.data.rows import Columns, Row, check_columns, read_row
+from stillhouse.data.rows import WHOLE_ROW, Columns, Row, check_columns, read_row
 from stillhouse.data.sources import (
     Folder,
     IndexedImages,
@@ -27,6 +28,7 @@ from stillhouse.data.sources import (
     Source,
     Tars,
     sample_id,
+    with_captions,
 )
 from stillhouse.errors import UserError, one_line
 
@@ -34,12 +36,16 @@ TRIES = 6  # of a read that fails for reasons outside the file
 PAUSE = 0.1  # seconds before the second; each further one is four times as long
 _CHUNK = 16  # rows that are made Python objects at once
 _BLOCK = 8 << 20  # bytes that a remote file is asked for at a time
+_FIRST = 100  # samples that tell the columns of tars
 _FOOTERS = 16  # files whose footers are read at the same time
 USUAL = 1000  # rows of a unit
 LEAST, MANY = 16, 64  # of small data: rows of a unit, and units to share among workers
-IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp")  # usual names of columns
+# Usual names of columns, which in tars are the suffixes of files.
+IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 LABELS = ("label", "cls")
 TEXTS = ("caption", "text", "txt")
+BESIDE = "text"  # what captions are called that stand in files beside the images
+FLAG = "--columns"
 END = -1  # where a unit goes on to the end of its file
 
 
@@ -89,25 +95,57 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(source: Source, columns: Columns) -> Rows:
-    """Finds the files and the columns. Those that are not named are known by their usual names."""
+def open_rows(source: Source, columns: Columns, captions: bool = False) -> Rows:
+    """Finds the files and the columns. Those that are not named are known by their usual names.
+
+    `captions`: whether they are needed. Those beside the images of a folder are read only then,
+    or where their column is named.
+    """
     if isinstance(source, Folder):
-        found = source.open_indexed(Columns(image=""))
-        chosen = usual_columns(columns, found.data.features)
-        check_columns(found.data.features, chosen, source.path)
-        images = IndexedImages(found.data, chosen, found.faults)
-        return FolderRows(images, os.path.abspath(os.path.expanduser(source.path)))
+        return _open_folder(source, columns, captions)
     shards = source.open_shards(Columns(image=""))
-    chosen = usual_columns(columns, shards.features)
-    opened = ShardedImages(source, shards.shards, chosen, shards.features)
-    return TarRows(opened) if isinstance(source, Tars) else ParquetRows(opened)
+    features = _sampled_columns(shards) if isinstance(source, Tars) else shards.features
+    chosen = usual_columns(columns, features)
+    check_columns(features, chosen, shards.shards[0], FLAG)
+    opened = ShardedImages(source, shards.shards, chosen, features)
+    if isinstance(source, Tars):
+        return TarRows(opened, columns.image == Columns().image)
+    return ParquetRows(opened)
+
+
+def _open_folder(source: Folder, columns: Columns, captions: bool) -> "FolderRows":
+    found = source.open_indexed(Columns(image=""))
+    data, faults = found.data, found.faults
+    chosen = usual_columns(columns, data.features)
+    named = chosen.text or (BESIDE if captions else "")
+    if named and named not in data.features:
+        data = with_captions(data, chosen.model_copy(update={"text": named}))
+        chosen = usual_columns(columns, data.features)
+    check_columns(data.features, chosen, source.path, FLAG)
+    images = IndexedImages(data, chosen, faults)
+    return FolderRows(images, os.path.abspath(os.path.expanduser(source.path)))
+
+
+def _sampled_columns(shards: ShardedImages) -> dict[str, Any]:
+    """Of the first samples of tars together, since one may lack what the others have."""
+    whole = ShardedImages(shards.source, shards.shards, Columns(image=WHOLE_ROW), shards.features)
+    rows = TarRows(whole, mixed=False)
+    entries = chain.from_iterable(read_patiently(rows, unit) for unit in rows.cut(0).units)
+    samples = (e.row.image for e in islice(entries, _FIRST) if not isinstance(e, Fault))
+    return {**shards.features, **{name: None for sample in samples for name in sample}}
+
+
+def usual_image(names: Iterable[str]) -> str | None:
+    """The first that is usually the image, however it is written (tars may hold .JPG)."""
+    there = {name.lower(): name for name in names}
+    return next((there[name] for name in IMAGES if name in there), None)
 
 
 def usual_columns(columns: Columns, features: Any) -> Columns:
     """With the image, the label and the caption where they usually are, if they are there."""
     found = {"image": columns.image, "label": columns.label, "text": columns.text}
     if columns.image == Columns().image:
-        found["image"] = next((name for name in IMAGES if name in features), columns.image)
+        found["image"] = usual_image(features) or columns.image
     if not columns.label:
         found["label"] = next((name for name in LABELS if _whole(features, name)), "")
     if not columns.text:
@@ -151,11 +189,18 @@ def read_patiently(rows: Rows, unit: Unit) -> Iterator[Entry | Fault]:
 # ---------------------------------------------------------------- files of many rows
 
 
+def _names(images: ShardedImages, file: int) -> tuple[str, str]:
+    """Where a file is, and what it is called."""
+    return images.shards[file], images.names[file]
+
+
 @dataclass(frozen=True, eq=False)
 class TarRows:
     """WebDataset tars."""
 
     images: ShardedImages
+    mixed: bool = True
+    """Whether each sample has its image under any of the usual suffixes."""
 
     def cut(self, size: int) -> Cut:
         return Cut([Unit(n, n, 0, END) for n in range(len(self.images))], [])
@@ -164,10 +209,16 @@ class TarRows:
         return self.images.shards[unit.file]
 
     def read(self, unit: Unit, start: int) -> Iterator[Entry]:
-        name = self.images.names[unit.file]
-        for at, row in enumerate(self.images.rows(unit.file, start), start):
-            yield Entry(f"{name}/{at}", row)
-        self._check_end(self.images.shards[unit.file])
+        images, path, name = self.images, *_names(self.images, unit.file)
+        for at, values in enumerate(images.source.read(path, start, images.features), start):
+            id, where = sample_id(name, at), f"row {at} of {path}"
+            columns = self._columns(values)
+            yield Entry(f"{name}/{at}", read_row(values, columns, images.codes, id, where))
+        self._check_end(path)
+
+    def _columns(self, values: dict[str, Any]) -> Columns:
+        found = usual_image(values) if self.mixed else None
+        return self.images.columns.model_copy(update={"image": found} if found else {})
 
     def _check_end(self, path: str) -> None:
         """tarfile takes an archive that breaks off between two members for a whole one."""
@@ -197,14 +248,11 @@ class ParquetRows:
         return f"rows {unit.start} to {unit.stop - 1} of {self.images.shards[unit.file]}"
 
     def read(self, unit: Unit, start: int) -> Iterator[Entry]:
-        images, path, name = self.images, *self._names(unit.file)
+        images, path, name = self.images, *_names(self.images, unit.file)
         for at, values in enumerate(self._values(path, start, unit.stop), start):
             id, where = sample_id(name, at), f"row {at} of {path}"
             row = read_row(values, images.columns, images.codes, id, where)
             yield Entry(f"{name}/{at}", row)
-
-    def _names(self, file: int) -> tuple[str, str]:
-        return self.images.shards[file], self.images.names[file]
 
     def _footer(self, path: str) -> list[int] | Fault:
         """Rows of each row group."""
@@ -291,7 +339,8 @@ def covering(metadata: Any, start: int, stop: int) -> tuple[list[int], int]:
 
 @dataclass(frozen=True, eq=False)
 class FolderRows:
-    """A folder of images; what is sent to workers is where its list is kept."""
+    """A folder of images; what is sent to workers is where its list is kept, and the captions that
+    stood beside the images."""
 
     images: IndexedImages
     root: str

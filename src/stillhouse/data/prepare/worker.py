@@ -100,6 +100,7 @@ class Tally:
     shape: list[int] | None = None
     moments: ChannelMoments | None = None
     tokens: int = 0
+    enlarged: int = 0
 
     def sort(self, looks: Iterator[Look | Fault]) -> Iterator[Sample]:
         """Passes on what is to be encoded."""
@@ -158,10 +159,16 @@ def encode(
         try:
             records.append(form.record(sample, latent, said))
             kept.append((latent, said))
+            tally.enlarged += _enlarged(sample)
         except OverflowError as reason:
             tally.failures.append(Failed(sample.name, sample.where, str(reason)))
     tally.take([latent for latent, _ in kept], [said for _, said in kept])
     return records
+
+
+def _enlarged(sample: Sample) -> bool:
+    source, resized, *_ = sample.layout
+    return resized[0] > source[0] or resized[1] > source[1]
 
 
 def _summary(job: Job, unit: Unit, tally: Tally, shard: ShardFile, size: int) -> dict[str, Any]:
@@ -175,6 +182,7 @@ def _summary(job: Job, unit: Unit, tally: Tally, shard: ShardFile, size: int) ->
         "shape": tally.shape,
         "moments": None if tally.moments is None else tally.moments.to_json(),
         "tokens": tally.tokens,
+        "enlarged": tally.enlarged,
         "bytes": size,
         "digest": shard.digest.hexdigest(),
     }
