@@ -1,6 +1,7 @@
 """Runs that start from a checkpoint of another resolution, data set or process."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -108,6 +109,15 @@ def test_the_same_command_goes_on_and_the_written_run_is_not_shifted_again(large
     assert drawn.data_shape == (3, 16, 16)
 
 
+def test_a_run_that_has_begun_needs_its_first_checkpoint_no_more(large, small):
+    run(large)
+    shutil.rmtree(small.out)
+    assert run(changed(large, images=32)) == 32
+    assert load_denoiser(large.out / "model").scaling.shift_scale == 2
+    with pytest.raises(UserError, match=r"neither a directory nor a hub id|could not be fetched"):
+        run(changed(large, out=large.out.with_name("anew")))
+
+
 def test_edm_is_shifted_where_it_draws_from_and_where_it_starts(small, tmp_path):
     config = changed(small, process=Edm(), objective=DenoisingConfig())
     run(config)
@@ -184,7 +194,9 @@ def test_a_written_vp_run_goes_on_and_other_betas_are_refused(vp, tmp_path):
     run(here)
     record = json.loads((here.out / "run.json").read_text())["config"]
     assert run(changed(TrainRun.model_validate(record), images=32)) == 32
-    other = changed(here, process=Vp(betas="scaled_linear"))
+    other = changed(here, process=Vp(betas="scaled_linear"), out=tmp_path / "other")
+    with pytest.raises(UserError, match="a run with other settings"):
+        run(changed(other, out=here.out))
     with pytest.raises(UserError, match="other noise levels"):
         shifted(other)
     with pytest.raises(UserError, match="was trained as VP"):

@@ -78,13 +78,16 @@ def read_record(out: Path) -> dict[str, Any]:
         raise UserError(f"{out / RECORD} cannot be read ({error}); remove it to go on") from error
 
 
-def write_record(config: "LongRun", parameters: int, origins: dict[str, str]) -> None:
+def write_record(
+    config: "LongRun", parameters: int, origins: dict[str, str], **facts: float
+) -> None:
     """The resolved run, beside its results. What it was made from is part of it, and no setting."""
     check_origins(config.out, origins)
     record = {
         "config": config.model_dump(mode="json"),
         "network": {"parameters": parameters},
         **origins,
+        **facts,
         "versions": {name: version(name) for name in ("torch", "numpy", "diffusers", "datasets")}
         | {"stillhouse": __version__},
     }

@@ -25,6 +25,7 @@ from stillhouse.pipelines import (
 )
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.latents import image_side
+from stillhouse.recipes.train.folders import read_record
 from stillhouse.recipes.train.processes import RectifiedFlow
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def shifted(config: "TrainRun") -> "TrainRun":
     """The run with noise levels for its resolution; one that was shifted already stays so."""
     if not config.init_from or not config.init.shift:
         return config
-    check_levels(config)
+    if recorded(config) is None:
+        check_levels(config)
     init = config.init.model_copy(update={"shift": False})
     return moved(config, enlargement(config)).model_copy(update={"init": init})
 
@@ -106,8 +108,16 @@ def trained_shift(config: "TrainRun", ours: Any) -> float:
     return float(own.get("shift", 1.0)) if own.get("kind") == ours.kind else ours.shift
 
 
+def recorded(config: "TrainRun") -> float | None:
+    """The enlargement as its folder has it: a run that has begun needs the checkpoint no more."""
+    return read_record(config.out).get("enlarged")
+
+
 def enlargement(config: "TrainRun") -> float:
     """How much larger images are than those of the checkpoint, a side."""
+    known = recorded(config)
+    if known is not None:
+        return known
     network: Any = load_denoiser(config.init_from).network
     codec = load_codec(config.init_from)
     return image_side(config) / (network.data_shape[-1] * (codec.downscale if codec else 1))

@@ -47,7 +47,13 @@ from stillhouse.recipes.train.sessions import (
     opening,
     stopping,
 )
-from stillhouse.recipes.train.starting import Carry, moved_by, shifted, start_from
+from stillhouse.recipes.train.starting import (
+    Carry,
+    enlargement,
+    moved_by,
+    shifted,
+    start_from,
+)
 from stillhouse.recipes.train.tuning import (
     OwnObjective,
     PipelineExporter,
@@ -125,7 +131,7 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
         loader = build_loader(config, here, positions(store, found))
-        learner = build_learner(config, here, loader)
+        learner = build_learner(config, here, loader, begun=found is not None)
         loader = read_once(config, here, loader, learner.codec)
         trackers = build_trackers(config, here, stack)
         engine = Engine(
@@ -141,7 +147,8 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
             engine.resume(found)
         parameters = sum(p.numel() for p in learner.denoiser.parameters())
         origins = origins_of(config, learner)
-        here.first(lambda: write_record(config, parameters, origins))
+        facts = {"enlarged": enlargement(config)} if config.init_from else {}
+        here.first(lambda: write_record(config, parameters, origins, **facts))
         if here.rank == 0 and found is None and learner.account is not None:
             print(f"{config.init_from}: {learner.account}", flush=True)
             print(f"{'noise':9}  levels times {moved_by(asked, config):g}", flush=True)
@@ -180,8 +187,8 @@ def count_classes(config: TrainRun, loader: Loader) -> int:
     return known if labelled else 0
 
 
-def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
-    """The network as a denoiser, with its objective."""
+def build_learner(config: TrainRun, here: World, loader: Loader, *, begun: bool = False) -> Learner:
+    """The network as a denoiser, with its objective. One that has begun has weights of its own."""
     classes, codec = count_classes(config, loader), build_codec(config, here.device)
     texts = config.text.build(loader, config.data, here)
     if texts is None and isinstance(config.data, DataConfig) and config.data.columns.text:
@@ -203,7 +210,7 @@ def build_learner(config: TrainRun, here: World, loader: Loader) -> Learner:
     shape = drawn_shape(config, codec)
     network = config.network.network(shape, classes, parts, text_width)
     check_buckets(config, network)
-    account = start_from(config, network, trained, codec)
+    account = None if begun else start_from(config, network, trained, codec)
     return Learner(
         NetworkDenoiser(network, trained.scaling, trained.prediction).train(),
         config.objective.build(trained.scaling, config.images),
