@@ -35,6 +35,7 @@ from stillhouse.errors import UserError
 from stillhouse.models import Codec
 from stillhouse.models.text import TextEncoder, packaged
 from stillhouse.pipelines import load_codec, resolve_folder
+from stillhouse.pipelines.load import CODEC_FILES
 from stillhouse.recipes import known_data
 from stillhouse.recipes.claims import differences, listed, locked
 from stillhouse.recipes.progress import progress_bar
@@ -253,7 +254,7 @@ class Task:
     @cached_property
     def codec(self) -> CodecFactory:
         config = self.config
-        where = str(resolve_folder(config.codec).absolute())
+        where = str(resolve_folder(config.codec, CODEC_FILES).absolute())
         factory = CodecFactory(where, config.precision, config.tile)
         codec = factory.load("cpu")
         codec.latent_shape((3, config.resolution, config.resolution))  # or refuse
