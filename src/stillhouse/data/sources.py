@@ -318,10 +318,16 @@ class ShardedImages:
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         """The rows of one shard, from row `start` on."""
-        path, name = self.shards[shard], self.names[shard]
-        for at, values in enumerate(self.source.read(path, start, self.features), start):
-            id, where = sample_id(name, at), f"row {at} of {path}"
-            yield read_row(values, self.columns, self.codes, id, where)
+        read = self.source.read(self.shards[shard], start, self.features)
+        for at, values in enumerate(read, start):
+            yield self.row(shard, at, values)
+
+    def row(
+        self, shard: int, at: int, values: dict[str, Any], columns: Columns | None = None
+    ) -> Row:
+        """Row `at` of a shard, of its values; `columns` where it has its own."""
+        id, where = sample_id(self.names[shard], at), f"row {at} of {self.shards[shard]}"
+        return read_row(values, columns or self.columns, self.codes, id, where)
 
 
 def _size(image: Any) -> Size:

@@ -3,13 +3,13 @@
 import posixpath
 from typing import Any
 
-from stillhouse.data.prepare.units import usual_columns
+from stillhouse.data.prepare.units import SUFFIXES, usual_columns
 from stillhouse.data.rows import Columns
 from stillhouse.data.shardfiles import filesystem
 from stillhouse.data.sources import Folder, Parquet, Source, Tars
 from stillhouse.errors import UserError
 
-_PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"}
+_PICTURES = {f".{suffix}" for suffix in (*SUFFIXES, "avif")}
 
 
 def source_in(folder: str, columns: Columns) -> Source:

@@ -20,14 +20,13 @@ from typing import Any, NamedTuple, Protocol
 
 from stillhouse.data import shardfiles
 from stillhouse.data.faults import Fault
-from stillhouse.data.rows import WHOLE_ROW, Columns, Row, check_columns, read_row
+from stillhouse.data.rows import WHOLE_ROW, Columns, Row, check_columns
 from stillhouse.data.sources import (
     Folder,
     IndexedImages,
     ShardedImages,
     Source,
     Tars,
-    sample_id,
     with_captions,
 )
 from stillhouse.errors import UserError, one_line
@@ -40,8 +39,8 @@ _FIRST = 100  # samples that tell the columns of tars
 _FOOTERS = 16  # files whose footers are read at the same time
 USUAL = 1000  # rows of a unit
 LEAST, MANY = 16, 64  # of small data: rows of a unit, and units to share among workers
-# Usual names of columns, which in tars are the suffixes of files.
-IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+IMAGES = ("image", "img", *SUFFIXES)  # usual names of columns, which in tars are suffixes
 LABELS = ("label", "cls")
 TEXTS = ("caption", "text", "txt")
 BESIDE = "text"  # what captions are called that stand in files beside the images
@@ -211,9 +210,8 @@ class TarRows:
     def read(self, unit: Unit, start: int) -> Iterator[Entry]:
         images, path, name = self.images, *_names(self.images, unit.file)
         for at, values in enumerate(images.source.read(path, start, images.features), start):
-            id, where = sample_id(name, at), f"row {at} of {path}"
-            columns = self._columns(values)
-            yield Entry(f"{name}/{at}", read_row(values, columns, images.codes, id, where))
+            row = images.row(unit.file, at, values, self._columns(values))
+            yield Entry(f"{name}/{at}", row)
         self._check_end(path)
 
     def _columns(self, values: dict[str, Any]) -> Columns:
@@ -248,11 +246,9 @@ class ParquetRows:
         return f"rows {unit.start} to {unit.stop - 1} of {self.images.shards[unit.file]}"
 
     def read(self, unit: Unit, start: int) -> Iterator[Entry]:
-        images, path, name = self.images, *_names(self.images, unit.file)
+        path, name = _names(self.images, unit.file)
         for at, values in enumerate(self._values(path, start, unit.stop), start):
-            id, where = sample_id(name, at), f"row {at} of {path}"
-            row = read_row(values, images.columns, images.codes, id, where)
-            yield Entry(f"{name}/{at}", row)
+            yield Entry(f"{name}/{at}", self.images.row(unit.file, at, values))
 
     def _footer(self, path: str) -> list[int] | Fault:
         """Rows of each row group."""

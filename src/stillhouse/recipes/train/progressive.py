@@ -36,14 +36,17 @@ def check_flags(recipe: "TrainRun", config: "TrainRun") -> None:
     """What stages say is not said for the whole run: it would not be heard."""
     if not config.stages or config.stages != recipe.stages:
         return
-    before, now = ((run.images, getattr(run.data, "image", None)) for run in (recipe, config))
-    sizes = [image and image.size for image in (before[1], now[1])]
-    if before[0] != now[0] or sizes[0] != sizes[1]:
+    if _said(recipe) != _said(config):
         example = ", ".join(f'{{"size": {s.size}, "images": {s.images}}}' for s in config.stages)
         raise UserError(
             "the stages say how many images there are, and of which size: give --stages "
             f"'[{example}]' with other numbers, and leave --images and --data.image.size out"
         )
+
+
+def _said(config: "TrainRun") -> tuple[int, int]:
+    """How many images, of which size; points have none."""
+    return config.images, 0 if config.data.kind == "points" else config.data.image.size
 
 
 def legs(config: "TrainRun") -> list["TrainRun"]:

@@ -7,6 +7,7 @@ told the level itself.
 """
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,9 +119,15 @@ def enlargement(config: "TrainRun") -> float:
     known = recorded(config)
     if known is not None:
         return known
-    network: Any = load_denoiser(config.init_from).network
-    codec = load_codec(config.init_from)
-    return image_side(config) / (network.data_shape[-1] * (codec.downscale if codec else 1))
+    return image_side(config) / side_of(config.init_from)
+
+
+@cache
+def side_of(checkpoint: str) -> int:
+    """Pixels a side of the images that it draws. Asked for several times, and all of it is read."""
+    network: Any = load_denoiser(checkpoint).network
+    codec = load_codec(checkpoint)
+    return network.data_shape[-1] * (codec.downscale if codec else 1)
 
 
 def follows(density: Any, process: Any) -> bool:
