@@ -3,6 +3,8 @@
 import ast
 import re
 import shlex
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from metrics.shared import SHARED, weights_folder
 
 from stillhouse.cli import main
+from stillhouse.data.prepare.cluster import cluster
 from stillhouse.metrics.networks import FOLDER
 
 ROOT = Path(__file__).parents[1]
@@ -110,14 +113,25 @@ BRIEF = ["--images", "8", "--batch", "4", "--comparison.count", "0", "--preview.
 QUICK = ["--images", "32", "--preview.count", "4", "--preview.steps", "2"]
 
 
+@pytest.fixture
+def one_cluster() -> Iterator[Callable[[], object]]:
+    """Starts one for all that a page prepares, when it is asked for: each would start its own."""
+    with ExitStack() as stack:
+        yield cache(lambda: stack.enter_context(cluster(workers=1)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=name_of)
-def test_commands_run_in_order(page, model, pictures, detectors, monkeypatch, tmp_path):
+def test_commands_run_in_order(
+    page, model, pictures, detectors, one_cluster, monkeypatch, tmp_path
+):
     """As written, but short: few samples, and every training at its tiny scale."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reference").symlink_to(ROOT / "reference")
     give_first_run(page, tmp_path)
     for number, command in enumerate(commands(page)):
+        if command.startswith("stillhouse prepare"):
+            one_cluster()
         out = f"out-{number}"
         places = {
             "MODEL": model,

@@ -3,9 +3,7 @@
 import copy
 import json
 import math
-import os
 import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from distill.matching_run import (
     BATCH,
     LEVELS,
@@ -448,11 +447,9 @@ def test_recomputed_activations_are_those_of_the_chain():
     ],
 )
 def test_two_processes_equal_one(sharding, method, lora, analytic):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = {"sharding": sharding, "method": method, "lora": lora, "analytic": analytic}
-    words = [sys.executable, *launcher, str(SCRIPT), json.dumps(options)]
-    tests = str(SCRIPT.parents[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tests}
+    words = warm.command(str(SCRIPT), json.dumps(options), processes=2)
+    environment = warm.environment(PYTHONPATH=str(SCRIPT.parents[1]))
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(method, lora, analytic), 1e-5)

@@ -7,9 +7,7 @@ x0* = c x of one step that does the same has c = (q - t''/t)/(1 - t''/t).
 import copy
 import json
 import math
-import os
 import subprocess
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from distill import peers_run
 from distill.peers_run import Drops, Measured, RowGains, RowResidual, train
 from distill.test_runs import assert_close, numbers
@@ -391,10 +390,9 @@ def test_accumulation_equals_the_large_batch(method, micro):
     [("progressive", "ddp"), ("consistency", "ddp"), ("consistency", "fsdp")],
 )
 def test_two_processes_equal_one(method, sharding):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = json.dumps({"method": method, "sharding": sharding})
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
-    words = [sys.executable, *launcher, str(SCRIPT), options]
+    environment = warm.environment(PYTHONPATH=str(SCRIPT.parents[1]))
+    words = warm.command(str(SCRIPT), options, processes=2)
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(method))

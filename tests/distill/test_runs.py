@@ -1,15 +1,14 @@
 """SFD-v in the engine: exact when resumed, equal in pieces and on several processes."""
 
 import json
-import os
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from distill.distil_run import BATCH, STEPS, train
 
 from stillhouse.engine.world import World
@@ -61,10 +60,9 @@ def test_accumulation_equals_the_large_batch(micro, afs):
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "afs"), [("ddp", True), ("fsdp", False)])
 def test_two_processes_equal_one(sharding, afs):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [sys.executable, *launcher, str(SCRIPT), json.dumps({"sharding": sharding, "afs": afs})]
-    tests = str(SCRIPT.parents[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tests}
+    options = json.dumps({"sharding": sharding, "afs": afs})
+    words = warm.command(str(SCRIPT), options, processes=2)
+    environment = warm.environment(PYTHONPATH=str(SCRIPT.parents[1]))
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(afs))

@@ -1,11 +1,9 @@
 """The one loop: equal on any spread over processes, exact when resumed, honest about NaN."""
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from torch import nn
 
 from stillhouse.engine.loop import Engine, LoopConfig
@@ -21,21 +20,20 @@ from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 
 SCRIPT = Path(__file__).with_name("toy_run.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(options: dict, processes: int) -> list[str]:
-    words = [str(SCRIPT), json.dumps(options)]
-    if processes == 1:
-        return [sys.executable, *words]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [sys.executable, *launcher, *words]
+    return warm.command(str(SCRIPT), json.dumps(options), processes=processes)
 
 
 def run(processes: int = 1, **options) -> list[dict]:
     """The log lines of a whole run."""
     done = subprocess.run(
-        command(options, processes), env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+        command(options, processes),
+        env=warm.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -109,7 +107,7 @@ def test_a_run_killed_again_and_again_ends_bit_identical(tmp_path):
     moments, kills = random.Random(0), 0
     for _ in range(5):
         words = command({**options, "store": str(tmp_path / "cut")}, 1)
-        process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(words, env=warm.environment(), stdout=subprocess.DEVNULL)
         # Somewhere within the writing of a checkpoint or the steps after it.
         wait_for_change(tmp_path / "cut", process)
         time.sleep(moments.uniform(0, 0.15))
@@ -138,7 +136,7 @@ def test_a_nan_batch_skips_the_update_and_names_its_samples():
 
 def test_a_run_of_nans_stops_with_advice():
     words = command({"steps": 20, "poison": list(range(1000)), "max_skips": 3}, 1)
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(words, env=warm.environment(), capture_output=True, text=True)
     assert done.returncode != 0
     assert "4 updates of net in a row" in done.stderr
     assert "Lower the learning rate" in done.stderr

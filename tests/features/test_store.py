@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from features.store_process import IDS, facts, names, reader
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -145,10 +146,9 @@ def test_what_cannot_be_stored_or_read_is_told(tmp_path):
 
 def start(out, slow=0.0, workers=2):
     script = [str(TESTS / "features/store_process.py"), str(out), str(COUNT), str(slow)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     return subprocess.Popen(
-        [sys.executable, *torchrun, *script],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        warm.command(*script, processes=workers),
+        env=warm.environment(PYTHONPATH=os.pathsep.join([str(TESTS), *sys.path])),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

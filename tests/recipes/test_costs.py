@@ -2,15 +2,14 @@
 
 import json
 import math
-import os
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from metrics.shared import weights_folder
 from recipes.costs_process import batch_of, build
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -139,13 +138,8 @@ def real(config: TrainRun, processes: int, folder: Path) -> dict[str, int]:
     """The most that any of the processes holds of each."""
     (folder / "run.json").write_text(config.model_dump_json())
     words = [str(Path(__file__).with_name("costs_process.py")), str(folder / "run.json")]
-    if processes > 1:
-        many = f"--nproc-per-node={processes}"
-        words = ["-m", "torch.distributed.run", "--standalone", many, *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=300
-    )
+    command, environment = warm.command(*words, processes=processes), warm.environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return {name: max(one[name] for one in found) for name in found[0]}

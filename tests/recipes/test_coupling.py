@@ -1,12 +1,11 @@
 """Couplings in a run: logged, resumed to the bit, and one pool over processes."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 import torch
+import warm
 from data.pictures import write_shards
 from recipes.test_training import TINY, final_tensors
 
@@ -90,14 +89,9 @@ def test_one_pool_over_two_processes_is_that_of_one(config, tmp_path):
     both = changed(alone, out=tmp_path / "both")
     file = tmp_path / "both.json"
     file.write_text(json.dumps(both.model_dump(mode="json")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "stillhouse", "train", str(file)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
+    command = warm.command("-m", "stillhouse", "train", str(file), processes=2)
+    environment = warm.environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = [numbers(c, "denoiser/loss") for c in (alone, both)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

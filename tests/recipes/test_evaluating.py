@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
+import warm
 from metrics.shared import weights_folder
 from PIL import Image
 from recipes.test_sampling import save_unet
@@ -156,12 +156,9 @@ def torchrun(config: EvaluateRun, processes: int, *words: str) -> subprocess.Com
         *("--detector.weights", config.detector.weights, "--count", "40", "--batch", "8"),
         *("--metrics", "fid,kid,prdc,is", "--cache", str(config.cache), "--out", str(config.out)),
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "stillhouse", "evaluate", config.model]
-    command += [*flags, *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    words = ("-m", "stillhouse", "evaluate", config.model, *flags, *words)
+    command = warm.command(*words, processes=processes)
+    return subprocess.run(command, capture_output=True, text=True, env=warm.environment())
 
 
 @pytest.mark.slow
@@ -195,12 +192,12 @@ def evaluation(config: EvaluateRun) -> Path:
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on_where_it_was(config, unet, tmp_path):
     whole = run(changed(config, model=str(unet), steps=(30,), out=tmp_path / "whole"))
-    command = [sys.executable, "-m", "stillhouse", "evaluate", str(unet)]
+    command = warm.command("-m", "stillhouse", "evaluate", str(unet))
     command += ["--reference", config.reference, "--detector.kind", "resnet56-cifar10"]
     command += ["--detector.weights", config.detector.weights, "--count", "40", "--batch", "8"]
     command += ["--metrics", "fid,kid,prdc,is", "--cache", str(config.cache), "--steps", "30"]
     command += ["--out", str(config.out)]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, env=warm.environment())
     ledger = config.out / "parts" / "dpmpp-3m-30-seed-0-0-of-1.jsonl"
     while not ledger.exists() or not ledger.read_text():
         assert process.poll() is None

@@ -1,7 +1,6 @@
 """Adapters: the pipeline stays as it is, and diffusers opens what was learnt."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from recipes.test_training import final_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -184,12 +184,9 @@ def test_a_run_goes_on_with_no_other_pipeline_of_the_same_name(models, images, t
 def two_processes(config: TrainRun, tmp_path: Path) -> None:
     file = tmp_path / "run-two.json"
     file.write_text(config.model_dump_json())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = ["-m", "stillhouse", "train", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *words], capture_output=True, text=True, env=environment, check=False
-    )
+    command = warm.command("-m", "stillhouse", "train", str(file), processes=2)
+    environment = warm.environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

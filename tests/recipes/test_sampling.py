@@ -13,6 +13,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+import warm
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -91,13 +92,9 @@ def test_first_state_is_the_keyed_noise_times_sigma_max(unet, tmp_path, monkeypa
 
 
 def torchrun(unet: Path, out: Path, processes: int, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}"]
-    command += ["-m", "stillhouse", "sample", str(unet), "--out", str(out), "--tensors"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *more], env=environment, capture_output=True, text=True, timeout=300
-    )
+    words = ["-m", "stillhouse", "sample", str(unet), "--out", str(out), "--tensors", *more]
+    command, environment = warm.command(*words, processes=processes), warm.environment()
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -137,9 +134,9 @@ def test_the_same_run_again_draws_only_what_is_missing(unet, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_images(unet, tmp_path):
     draw(unet, tmp_path / "whole", count=64, batch=2, steps=10)
-    command = [sys.executable, "-m", "stillhouse", "sample", str(unet), "--tensors"]
+    command = warm.command("-m", "stillhouse", "sample", str(unet), "--tensors")
     command += ["--out", str(tmp_path / "cut"), "--count", "64", "--batch", "2", "--steps", "10"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, env=warm.environment())
     images = tmp_path / "cut" / "images"
     deadline = time.monotonic() + 120
     while len(list(images.glob("*.png"))) < 6 and time.monotonic() < deadline:

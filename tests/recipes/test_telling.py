@@ -1,14 +1,13 @@
 """Captions and control from the data to the samples, in whole runs."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import warm
 from data.pictures import write_shards
 from models.test_text import write_bert
 from recipes.test_training import final_tensors
@@ -420,14 +419,9 @@ def test_two_processes_are_told_what_one_is(config, tmp_path, backbone, sharding
     both = changed(config, out=tmp_path / "both", spread=spread)
     file = tmp_path / "both.json"
     file.write_text(json.dumps(both.model_dump(mode="json")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "stillhouse", "train", str(file)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
+    command = warm.command("-m", "stillhouse", "train", str(file), processes=2)
+    environment = warm.environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = [
         [line["denoiser/loss"] for line in read_log(c.out / "log.jsonl") if "denoiser/loss" in line]

@@ -265,6 +265,16 @@ def test_a_finished_checkpoint_survives_a_damaged_one(tmp_path):
 # ---------------------------------------------------------------- parts
 
 
+def test_a_process_whose_walks_would_draw_noise_is_told_at_the_start(tmp_path):
+    """Samples of cosine betas and eps, unclipped, were noise whatever the network had learnt."""
+    config = points(tmp_path, process=Vp(betas="squaredcos_cap_v2"), images=20)
+    run(config)
+    said = [line.get("message", "") for line in read_log(config.out / "log.jsonl")]
+    assert any("hold no signal" in message for message in said)
+    for calm in (Vp(betas="squaredcos_cap_v2", prediction="v"), Vp(shift=2), Edm()):
+        assert not calm.note
+
+
 @pytest.mark.parametrize(
     "process", [Edm(sigma_data=0.6), Vp(), Vp(prediction="v"), RectifiedFlow()]
 )

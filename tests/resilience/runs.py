@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import warm
 from data.pictures import write_shards
 from torch import Tensor
 
@@ -81,6 +82,7 @@ class Run:
 
     config: TrainRun
     cache: Path
+    fresh: bool = False  # whether its processes load everything anew
 
     @property
     def out(self) -> Path:
@@ -89,18 +91,16 @@ class Run:
     def twin(self, out: str | Path, **changes: Any) -> "Run":
         """The same run in another folder, beside this one if not said otherwise."""
         changes["out"] = self.out.parent / out
-        return Run(self.config.model_copy(update=changes), self.cache)
+        return replace(self, config=self.config.model_copy(update=changes))
 
     def command(self, *flags: str, processes: int = 1, restarts: int = 0) -> list[str]:
         """What is called, under torchrun where there are several processes."""
         file = self.cache.with_name(f"{self.out.name}.json")  # the run's disk may be full
         file.write_text(self.config.model_dump_json())
-        launcher = [
-            *("-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={processes}", f"--max-restarts={restarts}"),
-        ]
         train = ["-m", "stillhouse", "train", str(file), *flags]
-        return [sys.executable, *(launcher if processes > 1 else []), *train]
+        python, *words = warm.command(*train, processes=processes, restarts=restarts)
+        # A launcher is fresh in any case: its workers are looked for among its children.
+        return [sys.executable if self.fresh or processes > 1 else python, *words]
 
     @property
     def stderr(self) -> Path:
@@ -109,8 +109,9 @@ class Run:
 
     @property
     def environment(self) -> dict[str, str]:
-        fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return {**os.environ, **fixed, "HF_DATASETS_CACHE": str(self.cache)}
+        fixed = {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        fixed |= {"PYTHON_EXEC": sys.executable} if self.fresh else {}
+        return warm.environment(HF_DATASETS_CACHE=str(self.cache), **fixed)
 
     def end(self, *flags: str, code: int = 0, **spread: int) -> str:
         """Runs it until it ends by itself; returns what it said to stderr."""

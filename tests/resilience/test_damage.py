@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_disk_that_is_full_of_other_things_ends_the_run_at_a_line_of_the_log(
 ):
     every = 20 * BATCH
     places = {"checkpoints": str(tmp_path / "kept"), "checkpoint_every": every}
-    run = whole.twin(disk / "filled", **places)
+    run = replace(whole.twin(disk / "filled", **places), fresh=True)  # the one that is stopped
     with run.started() as process:
         run.wait_until(lambda: run.reached > every, process)
         process.send_signal(signal.SIGSTOP)  # or it might be at the next checkpoint by now

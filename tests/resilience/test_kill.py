@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def wholes(tmp_path_factory) -> dict[str, Run]:
 @pytest.fixture(scope="module")
 def killed(wholes) -> dict[str, Run]:
     """The same runs, killed five times each."""
-    runs = {kind: whole.twin("killed") for kind, whole in wholes.items()}
+    runs = {kind: replace(whole.twin("killed"), fresh=True) for kind, whole in wholes.items()}
     at_once(kill_five_times, runs)
     return runs
 
