@@ -15,6 +15,9 @@ from stillhouse.pipelines.families import scheduler_config, whole_folder
 from stillhouse.pipelines.schedules import PREDICTION_NAMES, Trained, read_schedule
 from stillhouse.process.betas import alphas_cumprod, betas, shifted_betas
 
+# An error of 1% in eps is then ten standard deviations of the data in x0.
+NO_SIGNAL = 1000
+
 
 class Process(Config, ABC):
     """What a network is told and asked for at each noise level."""
@@ -26,6 +29,11 @@ class Process(Config, ABC):
     def build(self) -> Trained:
         """Scaling and prediction."""
         return read_schedule(self.scheduler())
+
+    @property
+    def note(self) -> str:
+        """What a user should know of it before training."""
+        return ""
 
 
 class Edm(Process):
@@ -68,6 +76,16 @@ class Vp(Process):
             "clip_sample": False,
             **self._schedule(),
         }
+
+    @property
+    def note(self) -> str:
+        if self.prediction != "eps" or self.build().scaling.sigma_max < NO_SIGNAL:
+            return ""
+        return (
+            f"the last timesteps of betas {self.betas} hold no signal, and eps-prediction says "
+            "nothing about x0 there: walks from the first level on draw noise. Train with "
+            "--process.prediction v, or draw with --grid polynomial --grid.sigma-max 80"
+        )
 
     def _schedule(self) -> dict[str, Any]:
         if self.shift == 1:

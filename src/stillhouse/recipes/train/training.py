@@ -156,7 +156,7 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
         # Of a network that was carried over: what it can do before it has learnt anything here.
         looked = [] if found or learner.account is None else looking(engine)
         with stopping(engine, caught):
-            engine.run(feed, opening(here, notes(loader, learner, found)), looked)
+            engine.run(feed, opening(here, notes(config, loader, learner, found)), looked)
         if isinstance(learner.coupling, Pooled):  # before the prefetch, which may wait in it
             learner.coupling.close(lambda step: max(here.gather(step)))
         if engine.stopped:
@@ -299,7 +299,7 @@ def build_exporter(config: TrainRun, learner: Learner) -> Hook:
 # ---------------------------------------------------------------- words
 
 
-def notes(loader: Loader, learner: Learner, found: Found | None) -> list[str]:
+def notes(config: TrainRun, loader: Loader, learner: Learner, found: Found | None) -> list[str]:
     """What a user should know before anything is trained."""
     said = "" if learner.texts is None else learner.texts.note
-    return [*([] if found is None else found.skipped), loader.note, said]
+    return [*([] if found is None else found.skipped), loader.note, said, config.process.note]
