@@ -275,6 +275,14 @@ def test_without_ray_the_line_to_run_is_told(config, monkeypatch):
         run(config)
 
 
+def test_workers_on_other_machines_fetch_a_codec_of_the_hub_themselves(config, codec, monkeypatch):
+    """Where it was put on the first machine means nothing on the others."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: codec)
+    task = Task(config.model_copy(update={"codec": "someone/something"}))
+    assert task.codec.name == "someone/something"
+    assert task.codec.digest == Task(config).codec.digest
+
+
 def test_a_worker_with_another_codec_refuses(config):
     factory = Task(config).codec
     with pytest.raises(UserError, match="is another one here"):

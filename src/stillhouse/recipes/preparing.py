@@ -34,8 +34,7 @@ from stillhouse.engine import storage
 from stillhouse.errors import UserError
 from stillhouse.models import Codec
 from stillhouse.models.text import TextEncoder, packaged
-from stillhouse.pipelines import load_codec, resolve_folder
-from stillhouse.pipelines.load import CODEC_FILES
+from stillhouse.pipelines import load_codec
 from stillhouse.recipes import known_data
 from stillhouse.recipes.claims import differences, listed, locked
 from stillhouse.recipes.progress import progress_bar
@@ -177,6 +176,12 @@ def find_pool(config: PrepareRun, resources: dict[str, float]) -> Pool:
 # ---------------------------------------------------------------- encoders
 
 
+def known_everywhere(folder_or_hub_id: str) -> str:
+    """A folder by its whole path; a hub id as it is, which every machine fetches for itself."""
+    local = Path(folder_or_hub_id).expanduser()
+    return str(local.absolute()) if local.is_dir() else folder_or_hub_id
+
+
 @dataclass(frozen=True)
 class CodecFactory:
     """Loads the codec where it is needed, and makes sure that it is the same one."""
@@ -254,8 +259,7 @@ class Task:
     @cached_property
     def codec(self) -> CodecFactory:
         config = self.config
-        where = str(resolve_folder(config.codec, CODEC_FILES).absolute())
-        factory = CodecFactory(where, config.precision, config.tile)
+        factory = CodecFactory(known_everywhere(config.codec), config.precision, config.tile)
         codec = factory.load("cpu")
         codec.latent_shape((3, config.resolution, config.resolution))  # or refuse
         return replace(factory, digest=codec.digest)
@@ -265,9 +269,7 @@ class Task:
         config = self.config
         if config.text == "none":
             return None
-        local = Path(config.text).expanduser()
-        where = str(local.absolute()) if local.is_dir() else config.text
-        factory = TextFactory(where, config.text_length)
+        factory = TextFactory(known_everywhere(config.text), config.text_length)
         encoder = factory.load("cpu")
         self._null = embed(encoder, [""])[0]
         return replace(factory, length=encoder.length, digest=encoder.digest)
