@@ -57,10 +57,10 @@ from stillhouse.recipes.features.drawing import draw_matches
 from stillhouse.recipes.features.reading import FeatureModel, Reading
 
 RESULTS = Path(__file__).parent / "results" / "animals"
-IMAGES = 160_000
-COMMON = f"""--data.source prepared --data.image.flip false --data.columns.label label --classes 1
+IMAGES = {"unet": 160_000, "dit": 80_000}  # an image costs the DiT twice as much
+COMMON = """--data.source prepared --data.image.flip false --data.columns.label label --classes 1
     --process flow --objective flow --batch 64 --spread.precision bf16 --optim.schedule cosine
-    --images {IMAGES} --preview.count 8"""
+    --preview.count 8"""
 NETWORKS = {
     "unet": "--network backbone --network.name unet --network.size small "
     "--network.widths 32 64 128 --optim.lr 7e-4",
@@ -126,7 +126,7 @@ def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
     prepare += " --columns.label label --precision bfloat16 --workers 1"
     yield work / "latents" / "index.json", shlex.split(prepare)
     train = f"train images {COMMON} --data.source.path {work}/latents --codec {codec}"
-    train += f" {NETWORKS[network]}"
+    train += f" --images {IMAGES[network]} {NETWORKS[network]}"
     yield finished(work / network), shlex.split(f"{train} --out {work}/{network}")
     if network != name:
         random = work / name / "model" / "model_index.json"
@@ -137,7 +137,7 @@ def finished(run: Path) -> Path:
     """A file that is there once the training has come to its end: a model is there before."""
     log = run / "log.jsonl"
     seen = [line.get("images", 0) for line in read_lines(run)] if log.exists() else []
-    return log if max(seen, default=0) >= IMAGES else run / "never"
+    return log if max(seen, default=0) >= IMAGES[run.name] else run / "never"
 
 
 def opener(data: str, split: str) -> Callable[[str], Any]:

@@ -17,6 +17,7 @@ import os
 import random
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,9 @@ LOADED = (
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
+_kept: list[subprocess.Popen] = []  # with the pipe to it
+
+
 def command(*words: str, processes: int = 1, restarts: int = 0) -> list[str]:
     """To run these words of Python's command line; under torchrun if there are several."""
     launcher = ["-m", "torch.distributed.run", "--standalone"]
@@ -53,7 +57,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 @cache
 def _program() -> str:
-    """Its path. The server that it speaks with starts here and ends with the tests."""
+    """Its path. The server that it speaks with starts here, and ends when our pipe to it does."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     program, place = folder / "python", str(folder / "socket")
     program.write_text(
@@ -63,11 +67,12 @@ def _program() -> str:
     server = subprocess.Popen(
         [sys.executable, __file__, place],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-    atexit.register(server.kill)
+    _kept.append(server)
     return str(program)
 
 
@@ -103,13 +108,15 @@ def serve(place: str) -> dict[str, Any]:
     listener.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
     print("ready", flush=True)
-    while True:
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
         client, _ = listener.accept()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             return watch(client)
         client.close()
+    shutil.rmtree(Path(place).parent)
+    os._exit(0)
 
 
 def watch(client: socket.socket) -> dict[str, Any]:

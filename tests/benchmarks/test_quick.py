@@ -1,12 +1,11 @@
 """The benchmarks' last line is JSON with what it should have; their figures are not judged here."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from metrics.shared import SHARED, weights_folder
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +27,11 @@ def test_a_quick_benchmark_prints_its_figures(name, keys, tmp_path):
     weights = weights_folder()
     shared = {"STILLHOUSE_DATA": str(SHARED / "data"), "STILLHOUSE_WEIGHTS": str(weights)}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick"],
+        warm.command(str(ROOT / "benchmarks" / f"{name}.py"), "--quick"),
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=os.environ | shared | {"STILLHOUSE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env=warm.environment(**shared, STILLHOUSE_CACHE=str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

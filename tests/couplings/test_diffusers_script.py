@@ -1,16 +1,15 @@
 """The guide's two lines, put into an ordinary diffusers script that is then run."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import warm
 from couplings.checks import bytes_of
 from diffusers import DDPMScheduler
 from PIL import Image
@@ -87,11 +86,11 @@ def run(code: str, folder: Path, steps: int = 30) -> Run:
     write_images(folder / "images")
     words = ["--train_data_dir", "images", "--output_dir", "out", "--max_train_steps", str(steps)]
     done = subprocess.run(
-        [sys.executable, "train.py", *words],
+        warm.command("train.py", *words),
         cwd=folder,
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=warm.environment(HF_HUB_OFFLINE="1"),
     )
     assert done.returncode == 0, done.stderr
     out = folder / "out"

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file, save_file
 from small_models import (
     build_network,
@@ -386,8 +386,14 @@ def students(tmp_path_factory) -> dict[str, Student]:
     made["lora"] = adapted(root / "lora")
     jobs.append(made["lora"].job("teacher", lora=str(root / "lora" / "adapters")))
     (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, str(ELSEWHERE), str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    done = subprocess.run(
+        warm.command(str(ELSEWHERE), str(root / "jobs.json")),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+        env=warm.environment(),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return made
 

@@ -3,11 +3,11 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from PIL import Image
 from recipes.test_distilling import CLASSES, EDM, FLOW, VP, WEIGHTS, bare, distilling, log_of
 from safetensors.torch import load_file, save_file
@@ -311,8 +311,11 @@ def test_an_exportable_generator_opens_in_plain_diffusers(scheduler, tmp_path):
     save_file({"state": start}, tmp_path / "given")
     (tmp_path / "jobs.json").write_text(json.dumps([job]))
     elsewhere = Path(__file__).parents[1] / "pipelines/plain_diffusers.py"
-    command = [sys.executable, str(elsewhere), str(tmp_path / "jobs.json")]
-    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    command, environment = (
+        warm.command(str(elsewhere), str(tmp_path / "jobs.json")),
+        warm.environment(),
+    )
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, env=environment)
     with torch.no_grad():
         wanted = denoiser(start, torch.tensor(sigma))
     assert relative_error(load_file(tmp_path / "found")["state1"], wanted) < 1e-4

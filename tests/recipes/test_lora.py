@@ -100,8 +100,8 @@ def adapted(models, images, tmp_path_factory) -> dict[str, Path]:
             cond = random_condition(network.condition_shapes, 2)
             save_file({"x": x, "time": time, **native_names(family, cond)}, folder / "given")
     words = [str(word) for family in FAMILIES for word in (models[family], places[family])]
-    command = [sys.executable, "-c", ELSEWHERE, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command, environment = warm.command("-c", ELSEWHERE, *words), warm.environment()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return places
 
