@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.errors import UserError, missing_extra
-from stillhouse.files import write_whole
+from stillhouse.files import tensors_file, write_whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 LORA = ".lora_"  # in the names of all weights of adapters
+ROOT = "base_model.model."  # before the names of weights in a file of peft's
 
 
 def keep_learnt(module: nn.Module) -> None:
@@ -63,45 +64,61 @@ def add_adapters(network: nn.Module, rank: int) -> dict[str, Any]:
         raise UserError(f"adapters of rank {rank} are no smaller than any layer: choose a lower")
     # One expression for all: in a list a name would also stand for others that end with it.
     options = lora_options(rank, "|".join(map(re.escape, names)))
-    _inject(network, options)
+    inject(network, options)
     return options
 
 
-def lora_options(rank: int, layers: str) -> dict[str, Any]:
-    """Adapters that count 1 each, on layers whose names match."""
+def lora_options(rank: int, layers: str | list[str], alpha: float = 0.0) -> dict[str, Any]:
+    """Adapters that count alpha / rank (0: 1) each, on layers whose names match or end so."""
     return {
         "r": rank,
-        "lora_alpha": float(rank),
+        "lora_alpha": alpha or float(rank),
         "target_modules": layers,
         "lora_dropout": 0.0,
         "bias": "none",
     }
 
 
-def _inject(network: nn.Module, options: Mapping[str, Any]) -> None:
+def require_peft() -> Any:
     try:
         import peft
     except ImportError as error:
         raise missing_extra("peft", "finetune") from error
-    peft.inject_adapter_in_model(peft.LoraConfig(**options), network)
+    return peft
+
+
+def inject(network: nn.Module, options: Mapping[str, Any], **start: Any) -> None:
+    """In place: peft freezes the weights; the adapters add nothing at first."""
+    peft = require_peft()
+    peft.inject_adapter_in_model(peft.LoraConfig(**options, **start), network)
     for name, weight in network.named_parameters():
         if LORA in name:
             weight.data = weight.data.float()  # also where the layers' own are of half precision
 
 
+def adapters_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those among them that are of adapters, without peft's name of the set."""
+    return {_plain(name): w for name, w in weights.items() if LORA in name}
+
+
+def _plain(name: str) -> str:
+    return name.replace(".default.", ".")
+
+
 def save_adapters(
-    folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], images: int
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    metadata: Mapping[str, str],
 ) -> None:
     """`weights` by the network's own names, as `PeftModel.from_pretrained(network, folder)` opens.
 
     The weights come last, and every file appears whole.
     """
-    from safetensors.torch import save
-
     config = json.dumps({"peft_type": "LORA", **options}, indent=2) + "\n"
     write_whole(folder / CONFIG, config.encode())
-    named = {_stored(k): w.contiguous() for k, w in weights.items() if LORA in k}
-    write_whole(folder / WEIGHTS, save(named, metadata={"images": str(images)}))
+    named = {f"{ROOT}{name}": w.float() for name, w in adapters_of(weights).items()}
+    write_whole(folder / WEIGHTS, tensors_file(named, metadata))
 
 
 def load_adapters(network: nn.Module, folder: Path) -> dict[str, Any]:
@@ -113,15 +130,11 @@ def load_adapters(network: nn.Module, folder: Path) -> dict[str, Any]:
         options = json.loads((folder / CONFIG).read_text())
         found = load_file(folder / WEIGHTS)
         options = lora_options(int(options["r"]), str(options["target_modules"]))
-        _inject(network, options)
-        own = {_stored(k): w for k, w in network.named_parameters() if LORA in k}
+        inject(network, options)
+        own = {f"{ROOT}{_plain(k)}": w for k, w in network.named_parameters() if LORA in k}
         with torch.no_grad():
             for name in {*own, *found}:
                 own[name].copy_(found[name])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"the adapters in {folder} do not fit this network ({error})") from error
     return options
-
-
-def _stored(name: str) -> str:
-    return f"base_model.model.{name.replace('.default.', '.')}"

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillhouse.files import write_whole
+from stillhouse.files import tensors_file, write_whole
 from stillhouse.models import Codec, DiffusersNetwork
+from stillhouse.models.adapters import adapters_of, save_adapters
 from stillhouse.pipelines.families import INDEX, family_of, read_index
 from stillhouse.pipelines.load import CONDITIONING, FACTS, read_json
 
@@ -165,19 +166,14 @@ def save_lora(
     gets peft's own layout: `PeftModel.from_pretrained(pipeline.transformer, folder)`.
     """
     family = family_of(source)
-    found = {k: w for k, w in _of("model.", weights).items() if ".lora_" in k}  # and no buffers
-    named = {k.replace(".default.", "."): w for k, w in found.items()}
+    learnt = _of("model.", weights)
     folder.mkdir(parents=True, exist_ok=True)
-    if family.loads_lora:
-        told = {f"{family.network}.{key}": value for key, value in adapter.items()}
-        named = {f"{family.network}.{key}": w for key, w in named.items()}
-        file = _file(named, facts, torch.float32, {LORA_FACTS: json.dumps(told, sort_keys=True)})
-        write_whole(folder / LORA_WEIGHTS, file)
-        return
-    config = json.dumps({"peft_type": "LORA", **adapter}, indent=2) + "\n"
-    write_whole(folder / "adapter_config.json", config.encode())
-    named = {f"base_model.model.{key}": w for key, w in named.items()}
-    write_whole(folder / "adapter_model.safetensors", _file(named, facts, torch.float32))
+    if not family.loads_lora:
+        return save_adapters(folder, learnt, adapter, _known(facts))
+    told = {f"{family.network}.{key}": value for key, value in adapter.items()}
+    named = {f"{family.network}.{key}": w for key, w in adapters_of(learnt).items()}
+    file = _file(named, facts, torch.float32, {LORA_FACTS: json.dumps(told, sort_keys=True)})
+    return write_whole(folder / LORA_WEIGHTS, file)
 
 
 # ---------------------------------------------------------------- files
@@ -193,26 +189,15 @@ def _file(
     dtype: torch.dtype,
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    from safetensors.torch import save
+    cast = {k: w.to(dtype if w.is_floating_point() else None) for k, w in weights.items()}
+    return tensors_file(cast, {**_known(facts), **(metadata or {})})
 
-    cast = {
-        k: w.to(dtype if w.is_floating_point() else None).contiguous() for k, w in weights.items()
-    }
-    known = {"format": "pt", FACTS: json.dumps(dict(facts)), **(metadata or {})}
-    return _settled(save(cast, metadata=known))
+
+def _known(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {"format": "pt", FACTS: json.dumps(dict(facts))}
 
 
 def _forget_place(config: Path, **changes: Any) -> None:
     """diffusers notes the folder that a model was once read from."""
     kept = {k: v for k, v in read_json(config).items() if k != "_name_or_path"} | changes
     write_whole(config, (json.dumps(kept, indent=2) + "\n").encode())
-
-
-def _settled(file: bytes) -> bytes:
-    """safetensors writes its metadata in random order: the same weights shall be the same file."""
-    start = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:start])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned
-    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(file)[start:]])

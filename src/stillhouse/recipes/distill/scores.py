@@ -139,7 +139,8 @@ class ScoreExporter:
         if self.source.score is not None:
             prefix = f"denoiser.{PREFIX}model."
             weights = {name.removeprefix(prefix): w for name, w in found.items()}
-            return save_adapters(self.folder, weights, self.source.adapters, engine.images)
+            metadata = {"images": str(engine.images)}
+            return save_adapters(self.folder, weights, self.source.adapters, metadata)
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
         scheduler = unclipped(read_json(checkpoint_files(self.source.folder)["scheduler"][0]))
         network: Any = self.student.network

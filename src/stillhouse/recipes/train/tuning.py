@@ -22,9 +22,9 @@ from pydantic import NonNegativeFloat, PositiveInt
 from stillhouse.config import Config
 from stillhouse.data import ControlConfig, DataConfig
 from stillhouse.engine.loop import Engine
-from stillhouse.errors import UserError, missing_extra, one_line
+from stillhouse.errors import UserError, one_line
 from stillhouse.models import DiffusersNetwork
-from stillhouse.models.adapters import keep_learnt
+from stillhouse.models.adapters import inject, keep_learnt, lora_options, require_peft
 from stillhouse.models.conditioning import Parts
 from stillhouse.objectives.base import Objective
 from stillhouse.objectives.configs import (
@@ -92,33 +92,18 @@ class Tuned(Pretrained):
 
     def adapter(self) -> dict[str, Any]:
         """The arguments of peft's LoraConfig."""
-        return {
-            "r": self.rank,
-            "lora_alpha": self.alpha or float(self.rank),
-            "target_modules": list(self.targets or family_of(whole_folder(self.path)).lora),
-            "lora_dropout": 0.0,
-            "bias": "none",
-        }
+        targets = list(self.targets or family_of(whole_folder(self.path)).lora)
+        return lora_options(self.rank, targets, self.alpha)
 
     def add_adapters(self, model: Any) -> None:
-        """In place: peft freezes the weights; the adapters add nothing at first."""
-        peft, adapter = _peft(), self.adapter()
-        options = peft.LoraConfig(init_lora_weights="gaussian", **adapter)
+        adapter = self.adapter()
         try:
-            peft.inject_adapter_in_model(options, model)
+            inject(model, adapter, init_lora_weights="gaussian")
         except ValueError as error:  # no layer has such a name, or it is of another kind
             raise UserError(
                 f"--network.targets {' '.join(adapter['target_modules'])}: {one_line(error)}"
             ) from error
         keep_learnt(model)
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise missing_extra("peft", "finetune") from error
-    return peft
 
 
 def _fit(network: DiffusersNetwork, shape: tuple[int, ...], name: str) -> None:
@@ -210,7 +195,7 @@ def _check(config: "TrainRun") -> None:
             "--data.columns.text"
         )
     if isinstance(config.network, Tuned) and config.network.method == "lora":
-        _peft()  # before anything is encoded
+        require_peft()  # before anything is encoded
     if config.stages:
         raise UserError("a pipeline is fine-tuned at its own resolution: leave --stages out")
     if config.init_from:
