@@ -11,6 +11,7 @@ import pytest
 import torch
 import warm
 from metrics.shared import weights_folder
+from models.test_text import write_bert
 from recipes.costs_process import batch_of, build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,14 +26,16 @@ from stillhouse.data.prepare.shard import Form, ShardFile
 from stillhouse.engine.sharding import Spread
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
+from stillhouse.models.text import TextEncoder
 from stillhouse.pipelines.prompts import PromptEncoder
 from stillhouse.process import Condition
 from stillhouse.recipes.plan import costs
-from stillhouse.recipes.plan.costs import Planned, PlanRun, plan, traffic
+from stillhouse.recipes.plan.costs import Planned, PlanRun, caption_operations, plan, traffic
 from stillhouse.recipes.plan.devices import DEVICES
 from stillhouse.recipes.plan.ledger import Ledger
 from stillhouse.recipes.plan.planning import memory
 from stillhouse.recipes.plan.shadows import footprint, measure, told_tokens
+from stillhouse.recipes.telling import CaptionText
 from stillhouse.recipes.train.catalogue import RECIPES
 from stillhouse.recipes.train.networks import Backbone, DiT, UNet
 from stillhouse.recipes.train.progressive import legs
@@ -330,12 +333,26 @@ def test_data_sheets_are_named_and_their_figures_are_possible():
 def test_a_plan_of_fine_tuning_counts_the_tokens_of_real_prompts(name, tmp_path):
     folder, images = save_whole(tmp_path / name, name), write_images(tmp_path / "data")
     config = fitted(tuning(folder, images, tmp_path / "run"))
-    assert told_tokens(config) == PromptEncoder(folder).encode(["red"]).text.shape[1]
+    encoder = PromptEncoder(folder)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        tokens = encoder.encode(["red"]).text.shape[1]
+    assert told_tokens(config) == tokens
+    assert caption_operations(config) == counter.get_total_flops() > 0
     whole, lora = (
         named(plan(config.model_copy(update={"network": how}), PlanRun()), "a checkpoint").value
         for how in (Tuned(path=str(folder)), Tuned(path=str(folder), method="lora", rank=1))
     )
     assert lora < 0.2 * whole
+
+
+def test_encoding_a_caption_is_counted_and_none_where_none_is_encoded(tmp_path):
+    write_bert(tmp_path)
+    text = CaptionText(encoder=str(tmp_path / "bert"), length=9)
+    encoder = TextEncoder(text.encoder, length=9)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        encoder.encode(["red apples in a box"])
+    assert caption_operations(TrainRun(text=text)) == counter.get_total_flops() > 0
+    assert caption_operations(TrainRun()) == 0
 
 
 def test_the_recipe_may_stand_behind_the_flags_of_the_plan(capsys):

@@ -118,6 +118,16 @@ def encoder_width(name: str) -> int:
     return text.get("hidden_size") or text["d_model"]
 
 
+def empty_encoder(name: str) -> tuple[Any, Kind]:
+    """As its config alone has it, with weights as they come: to count with."""
+    import transformers
+
+    name = packaged(name)
+    _, kind = _kind(name, _config(name))
+    model = getattr(transformers, kind.model)
+    return model(model.config_class.from_pretrained(name)).eval(), kind
+
+
 def _load(name: str) -> tuple[Kind, Loaded]:
     import transformers
     from transformers.utils import logging

@@ -20,6 +20,8 @@ from stillhouse.engine.sharding import Kind, Spread
 from stillhouse.errors import UserError
 from stillhouse.models import Codec
 from stillhouse.models.networks import attended_width
+from stillhouse.models.text import empty_encoder
+from stillhouse.pipelines.families import whole_folder
 from stillhouse.recipes.encoded import encodes_once
 from stillhouse.recipes.latents import build_codec, drawn_shape, prepared
 from stillhouse.recipes.plan.devices import DEVICES, Device, Name
@@ -33,6 +35,8 @@ from stillhouse.recipes.plan.shadows import (
     shadow,
     told_tokens,
 )
+from stillhouse.recipes.prompting import PipelineText
+from stillhouse.recipes.telling import CaptionText
 from stillhouse.recipes.train.training import TrainRun
 from stillhouse.recipes.train.tuning import fitted
 
@@ -190,6 +194,9 @@ def computing(found: Planned) -> Iterator[Line]:
         when = "in training" if found.encodes else "once, before"
         encoding = encoding_operations(found.config, found.codec) / 1e9
         yield Line(section, f"encoding, {when}", encoding, "GFLOP", COUNTED)
+    if captions := caption_operations(found.config):
+        how = f"{COUNTED}, for a caption of all the tokens that there is room for"
+        yield Line(section, "its caption, once, before", captions / 1e9, "GFLOP", how)
 
 
 def encoding_operations(config: TrainRun, codec: Codec) -> float:
@@ -202,6 +209,29 @@ def encoding_operations(config: TrainRun, codec: Codec) -> float:
         with Ledger() as ledger:
             autoencoder.encode(images)
     return ledger.operations / 2
+
+
+def caption_operations(config: TrainRun) -> float:
+    """Of encoding one caption, by all encoders there are; 0 where the run encodes none."""
+    text = config.text
+    if isinstance(text, PipelineText):
+        folders = sorted(whole_folder(text.path).glob("text_encoder*"))
+        encoders = {str(folder): text.foreseen(config.data)[0].length for folder in folders}
+    elif isinstance(text, CaptionText):
+        encoders = {text.encoder: text.length}
+    else:
+        return 0
+    operations = 0
+    for name, length in encoders.items():
+        with FakeTensorMode(), torch.no_grad():
+            encoder, kind = empty_encoder(name)
+            # In a pipeline the length that is asked for is T5's; CLIP has its own.
+            own = isinstance(text, PipelineText) and "T5" not in kind.model
+            tokens = encoder.config.max_position_embeddings if own else length
+            with Ledger() as ledger:
+                encoder(torch.zeros(1, tokens, dtype=torch.long))
+        operations += ledger.operations
+    return operations
 
 
 def memory(found: Planned) -> Iterator[Line]:
