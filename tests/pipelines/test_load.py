@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from stillhouse.pipelines import (
     load_denoiser,
     resolve_folder,
 )
-from stillhouse.pipelines.load import CODEC_FILES, HUB_FILES, HUB_SKIPPED
+from stillhouse.pipelines.load import CODEC_FILES, HUB_FILES, HUB_SKIPPED, fetch
 from stillhouse.pipelines.schedules import SCHEDULERS, read_schedule
 from stillhouse.process import EDM, VP, Flow, NetworkDenoiser, Scaling, alphas_cumprod, betas
 from stillhouse.solvers import sample_dpmpp_3m, sample_euler
@@ -298,6 +299,27 @@ def fill_cache(cache: Path, pipeline: Path, commit: str = "0" * 40) -> None:
         link.symlink_to(os.path.relpath(blob, link.parent))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
+
+
+def test_half_precision_is_fetched_where_there_is_no_other(monkeypatch, tmp_path):
+    names = [
+        "unet/diffusion_pytorch_model.safetensors",
+        "unet/diffusion_pytorch_model.fp16.safetensors",
+        *("text_encoder/model-00001-of-00002.safetensors", "vae/config.json"),
+        "text_encoder/model.fp16-00001-of-00002.safetensors",
+        "vae/diffusion_pytorch_model.fp16.safetensors",
+    ]
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name: names)
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **how: asked.update(how) or tmp_path
+    )
+    fetch("someone/something", ["*"])
+    skipped = {n for n in names for p in asked["ignore_patterns"] if fnmatch(n, p)}
+    assert skipped == {
+        "unet/diffusion_pytorch_model.fp16.safetensors",
+        "text_encoder/model.fp16-00001-of-00002.safetensors",
+    }
 
 
 @pytest.fixture

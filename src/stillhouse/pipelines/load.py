@@ -159,6 +159,7 @@ def fetch(hub_id: str, files: list[str] = HUB_FILES, skipped: list[str] = HUB_SK
     """What of a repository of the hub has such names, as a folder."""
     from huggingface_hub import snapshot_download
 
+    skipped = [*skipped, *_spare_halves(hub_id)]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=files, ignore_patterns=skipped))
     except Exception as error:  # a bad name, a refusal, or whatever the network's client raises
@@ -167,6 +168,21 @@ def fetch(hub_id: str, files: list[str] = HUB_FILES, skipped: list[str] = HUB_SK
             f"({type(error).__name__}). Check the name, the network, or download it first and "
             "give its directory."
         ) from error
+
+
+def _spare_halves(hub_id: str) -> list[str]:
+    """Weights of half precision beside full ones, which nobody reads and are gigabytes."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        names = list_repo_files(hub_id)
+    except Exception:  # without a network the cache has what it has; a bad name is told of later
+        return []
+    weights = {
+        name: re.split(r"\.|-\d", name)[0] for name in names if name.endswith(".safetensors")
+    }
+    full = {stem for name, stem in weights.items() if ".fp16" not in name}
+    return [name for name, stem in weights.items() if ".fp16" in name and stem in full]
 
 
 def _find_parts(folder: Path) -> Places:
