@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from small_models import build_network, network_config, small_unet
+from tunable import save_whole
 
 from stillhouse.cli import main
 from stillhouse.data import ImageConfig, Squash, to_float
@@ -22,6 +23,7 @@ from stillhouse.features.extractor import Extractor
 from stillhouse.features.selection import candidates, keep_by_rule
 from stillhouse.features.store import StoredFeatures
 from stillhouse.pipelines import load_denoiser
+from stillhouse.recipes.features.reading import FeatureModel, Reading
 from stillhouse.recipes.features.selecting import rule_reason
 
 SIDE = 8
@@ -320,6 +322,17 @@ def test_the_reasons_agree_with_the_rules(name):
 
 
 # ---------------------------------------------------------------- mistakes
+
+
+def test_a_pipeline_of_text_is_told_nothing_where_nothing_is_said(tmp_path):
+    """The first command of the README has no prompt."""
+    folder = str(save_whole(tmp_path / "sd15", "sd15"))
+    unsaid, empty, other = (
+        FeatureModel(folder, Reading(), torch.device("cpu"), prompt).condition(2)
+        for prompt in ((), ("",), ("red",))
+    )
+    assert torch.equal(unsaid.text, empty.text)
+    assert not torch.equal(unsaid.text, other.text)
 
 
 def test_mistakes_are_sentences(model, photos, tmp_path, capsys):

@@ -92,6 +92,7 @@ class Wish:
     prompts: tuple[str, ...] = ()
     control: tuple[str, ...] = ()  # name=value
     prompt_encoder: str = ""  # where it is, if not where the model says
+    unsaid: str | None = None  # the prompt where none is given; None: then one must be
 
 
 def load_subject(name: str, wish: Wish) -> Subject:
@@ -121,6 +122,8 @@ def _checkpoint(name: str, wish: Wish) -> Subject:
     denoiser = load(folder)
     network: Any = denoiser.network
     network.for_inference()
+    if wish.unsaid is not None and not wish.prompts and (own or network.told.text):
+        wish = replace(wish, prompts=(wish.unsaid,))
     _check_conditions(name, network, wish, own)
     codec, plane = load_codec(folder, device=wish.device), len(network.data_shape) == 1
     if codec is None and not plane and network.data_shape[0] not in (1, 3):

@@ -41,7 +41,7 @@ class Reading(Config):
     sigma: tuple[NonNegativeFloat, ...] = ()
     """Noise levels; several go together. If not given, the selection's own, or else timestep 50."""
     prompt: tuple[str, ...] = ()
-    """What a model of text is told that it sees; '' for nothing."""
+    """What a model of text is told that it sees; nothing if not given."""
     label: int | None = None
     """The same for a model of classes; no class if not given."""
     size: NonNegativeInt = 0
@@ -130,7 +130,7 @@ class FeatureModel:
             raise UserError("name a model: a diffusers directory, a hub id, or a run's folder")
         labels = () if label is None else (label,)
         dtype = getattr(torch, config.dtype)
-        wish = Wish(NoGuidance(), labels, None, dtype, device, prompt)
+        wish = Wish(NoGuidance(), labels, None, dtype, device, prompt, unsaid="")
         self.name, self.device, self.prompt, self.label = name, device, prompt, label
         self.subject: Subject = load_subject(model_folder(name), wish)
         if self.subject.bare is None or len(self.subject.shape) != 3:
