@@ -288,7 +288,8 @@ def along(axis: Any, record: Record, random: Record | None) -> None:
     marks = [n for n, name in enumerate(names) if not n or changes(rows, names[n - 1], name)]
     axis.set_xticks(marks, [place(rows[names[n]]) for n in marks], rotation=45, fontsize=7)
     axis.set_ylabel("PCK@0.1 (box), %")
-    axis.legend(fontsize=7)
+    axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # room for the legend
+    axis.legend(fontsize=7, ncols=2)
 
 
 def changes(rows: dict[str, Record], one: str, other: str) -> bool:
@@ -320,7 +321,7 @@ def bars(axis: Any, record: Record, random: Record | None, base: Record | None, 
     axis.set_yticks(range(len(titles)), titles, fontsize=7)
     axis.invert_yaxis()
     axis.set_xlabel("%")
-    axis.legend(fontsize=6)
+    axis.legend(fontsize=6, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
 if __name__ == "__main__":
