@@ -12,6 +12,7 @@ from data.pictures import write_shards
 from models.test_text import write_bert
 from recipes.test_training import final_tensors
 
+from stillhouse.couplings.configs import ConditionalConfig
 from stillhouse.data import (
     AspectBuckets,
     Columns,
@@ -195,6 +196,19 @@ def test_a_model_that_takes_prompts_is_exported_and_evaluated_with_them(config, 
     assert subject.prompts_of(range(3)) == [name(1), name(2), name(1)]
     with pytest.raises(UserError, match="draws what it is told"):
         load_subject(str(tmp_path / "exported"), wish_of())
+
+
+def test_captions_price_the_swaps_of_noise(config, tmp_path):
+    """The dearer, the more a noise stays among images of like captions; there are no labels."""
+    found = []
+    for weight in (0.0, 1e4):
+        coupling = ConditionalConfig(mode="soft", weight=weight)
+        paired = changed(config, coupling=coupling, out=tmp_path / f"{weight}")
+        run(paired)
+        lines = read_log(paired.out / "log.jsonl")
+        found.append([line["coupling/reduction"] for line in lines if "coupling/reduction" in line])
+    free, dear = (sum(values) for values in found)
+    assert 0 <= dear < free
 
 
 def test_captions_that_are_cut_and_captions_that_are_not_used_are_said(config):
