@@ -40,24 +40,40 @@ LOADED = (
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-_kept: list[subprocess.Popen] = []  # with the pipe to it
-
-
 def command(*words: str, processes: int = 1, restarts: int = 0) -> list[str]:
     """To run these words of Python's command line; under torchrun if there are several."""
     launcher = ["-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    return [_program(), *(launcher if processes > 1 else []), *words]
+    return [_server()[0], *(launcher if processes > 1 else []), *words]
+
+
+def run(
+    *words: str,
+    processes: int = 1,
+    timeout: float | None = 300,
+    cwd: Path | None = None,
+    **changes: str,
+) -> subprocess.CompletedProcess[str]:
+    """Until it ends by itself, with all that it said; `changes` of its environment."""
+    return subprocess.run(
+        command(*words, processes=processes),
+        env=environment(**changes),
+        cwd=cwd,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def environment(**changes: str) -> dict[str, str]:
     """One thread for each process, and the same program for the workers of torchrun."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": _program(), **changes}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": _server()[0], **changes}
 
 
 @cache
-def _program() -> str:
-    """Its path. The server that it speaks with starts here, and ends when our pipe to it does."""
+def _server() -> tuple[str, subprocess.Popen]:
+    """The path of the program that asks it, and the server, which ends when our pipe to it does."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     program, place = folder / "python", str(folder / "socket")
     program.write_text(
@@ -72,8 +88,7 @@ def _program() -> str:
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-    _kept.append(server)
-    return str(program)
+    return str(program), server
 
 
 # ---------------------------------------------------------------- the program

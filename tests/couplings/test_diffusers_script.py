@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,13 +84,7 @@ def run(code: str, folder: Path, steps: int = 30) -> Run:
     (folder / "train.py").write_text(code)
     write_images(folder / "images")
     words = ["--train_data_dir", "images", "--output_dir", "out", "--max_train_steps", str(steps)]
-    done = subprocess.run(
-        warm.command("train.py", *words),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=warm.environment(HF_HUB_OFFLINE="1"),
-    )
+    done = warm.run("train.py", *words, cwd=folder, timeout=None, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     out = folder / "out"
     first_step = torch.load(out / "first_step.pt", weights_only=True)

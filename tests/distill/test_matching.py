@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -448,9 +447,8 @@ def test_recomputed_activations_are_those_of_the_chain():
 )
 def test_two_processes_equal_one(sharding, method, lora, analytic):
     options = {"sharding": sharding, "method": method, "lora": lora, "analytic": analytic}
-    words = warm.command(str(SCRIPT), json.dumps(options), processes=2)
-    environment = warm.environment(PYTHONPATH=str(SCRIPT.parents[1]))
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    tests = str(SCRIPT.parents[1])
+    done = warm.run(str(SCRIPT), json.dumps(options), processes=2, PYTHONPATH=tests)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(method, lora, analytic), 1e-5)
 

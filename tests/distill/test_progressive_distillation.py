@@ -7,7 +7,6 @@ x0* = c x of one step that does the same has c = (q - t''/t)/(1 - t''/t).
 import copy
 import json
 import math
-import subprocess
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -391,8 +390,6 @@ def test_accumulation_equals_the_large_batch(method, micro):
 )
 def test_two_processes_equal_one(method, sharding):
     options = json.dumps({"method": method, "sharding": sharding})
-    environment = warm.environment(PYTHONPATH=str(SCRIPT.parents[1]))
-    words = warm.command(str(SCRIPT), options, processes=2)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run(str(SCRIPT), options, processes=2, PYTHONPATH=str(SCRIPT.parents[1]))
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(method))

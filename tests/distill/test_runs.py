@@ -1,7 +1,6 @@
 """SFD-v in the engine: exact when resumed, equal in pieces and on several processes."""
 
 import json
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,6 @@ def test_accumulation_equals_the_large_batch(micro, afs):
 @pytest.mark.parametrize(("sharding", "afs"), [("ddp", True), ("fsdp", False)])
 def test_two_processes_equal_one(sharding, afs):
     options = json.dumps({"sharding": sharding, "afs": afs})
-    words = warm.command(str(SCRIPT), options, processes=2)
-    environment = warm.environment(PYTHONPATH=str(SCRIPT.parents[1]))
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run(str(SCRIPT), options, processes=2, PYTHONPATH=str(SCRIPT.parents[1]))
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(afs))

@@ -22,19 +22,9 @@ from stillhouse.errors import UserError
 SCRIPT = Path(__file__).with_name("toy_run.py")
 
 
-def command(options: dict, processes: int) -> list[str]:
-    return warm.command(str(SCRIPT), json.dumps(options), processes=processes)
-
-
 def run(processes: int = 1, **options) -> list[dict]:
     """The log lines of a whole run."""
-    done = subprocess.run(
-        command(options, processes),
-        env=warm.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm.run(str(SCRIPT), json.dumps(options), processes=processes)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -106,7 +96,8 @@ def test_a_run_killed_again_and_again_ends_bit_identical(tmp_path):
     whole = without_speed(run(**options, store=str(tmp_path / "whole")))
     moments, kills = random.Random(0), 0
     for _ in range(5):
-        words = command({**options, "store": str(tmp_path / "cut")}, 1)
+        cut = json.dumps({**options, "store": str(tmp_path / "cut")})
+        words = warm.command(str(SCRIPT), cut)
         process = subprocess.Popen(words, env=warm.environment(), stdout=subprocess.DEVNULL)
         # Somewhere within the writing of a checkpoint or the steps after it.
         wait_for_change(tmp_path / "cut", process)
@@ -135,8 +126,8 @@ def test_a_nan_batch_skips_the_update_and_names_its_samples():
 
 
 def test_a_run_of_nans_stops_with_advice():
-    words = command({"steps": 20, "poison": list(range(1000)), "max_skips": 3}, 1)
-    done = subprocess.run(words, env=warm.environment(), capture_output=True, text=True)
+    options = {"steps": 20, "poison": list(range(1000)), "max_skips": 3}
+    done = warm.run(str(SCRIPT), json.dumps(options))
     assert done.returncode != 0
     assert "4 updates of net in a row" in done.stderr
     assert "Lower the learning rate" in done.stderr

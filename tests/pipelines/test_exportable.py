@@ -1,7 +1,6 @@
 """Exportable students open in plain diffusers, in a process of its own, and draw what ours do."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -386,14 +385,7 @@ def students(tmp_path_factory) -> dict[str, Student]:
     made["lora"] = adapted(root / "lora")
     jobs.append(made["lora"].job("teacher", lora=str(root / "lora" / "adapters")))
     (root / "jobs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        warm.command(str(ELSEWHERE), str(root / "jobs.json")),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=root,
-        env=warm.environment(),
-    )
+    done = warm.run(str(ELSEWHERE), str(root / "jobs.json"), cwd=root, timeout=None)
     assert done.returncode == 0, done.stderr[-3000:]
     return made
 

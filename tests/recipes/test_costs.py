@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -141,8 +140,7 @@ def real(config: TrainRun, processes: int, folder: Path) -> dict[str, int]:
     """The most that any of the processes holds of each."""
     (folder / "run.json").write_text(config.model_dump_json())
     words = [str(Path(__file__).with_name("costs_process.py")), str(folder / "run.json")]
-    command, environment = warm.command(*words, processes=processes), warm.environment()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = warm.run(*words, processes=processes)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return {name: max(one[name] for one in found) for name in found[0]}

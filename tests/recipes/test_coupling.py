@@ -1,7 +1,6 @@
 """Couplings in a run: logged, resumed to the bit, and one pool over processes."""
 
 import json
-import subprocess
 
 import pytest
 import torch
@@ -89,9 +88,7 @@ def test_one_pool_over_two_processes_is_that_of_one(config, tmp_path):
     both = changed(alone, out=tmp_path / "both")
     file = tmp_path / "both.json"
     file.write_text(json.dumps(both.model_dump(mode="json")))
-    command = warm.command("-m", "stillhouse", "train", str(file), processes=2)
-    environment = warm.environment()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = warm.run("-m", "stillhouse", "train", str(file), processes=2, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = [numbers(c, "denoiser/loss") for c in (alone, both)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

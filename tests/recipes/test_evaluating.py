@@ -157,8 +157,7 @@ def torchrun(config: EvaluateRun, processes: int, *words: str) -> subprocess.Com
         *("--metrics", "fid,kid,prdc,is", "--cache", str(config.cache), "--out", str(config.out)),
     ]
     words = ("-m", "stillhouse", "evaluate", config.model, *flags, *words)
-    command = warm.command(*words, processes=processes)
-    return subprocess.run(command, capture_output=True, text=True, env=warm.environment())
+    return warm.run(*words, processes=processes, timeout=None)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,8 +99,7 @@ def adapted(models, images, tmp_path_factory) -> dict[str, Path]:
             cond = random_condition(network.condition_shapes, 2)
             save_file({"x": x, "time": time, **native_names(family, cond)}, folder / "given")
     words = [str(word) for family in FAMILIES for word in (models[family], places[family])]
-    command, environment = warm.command("-c", ELSEWHERE, *words), warm.environment()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = warm.run("-c", ELSEWHERE, *words, timeout=None)
     assert done.returncode == 0, done.stderr
     return places
 
@@ -184,9 +182,7 @@ def test_a_run_goes_on_with_no_other_pipeline_of_the_same_name(models, images, t
 def two_processes(config: TrainRun, tmp_path: Path) -> None:
     file = tmp_path / "run-two.json"
     file.write_text(config.model_dump_json())
-    command = warm.command("-m", "stillhouse", "train", str(file), processes=2)
-    environment = warm.environment()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = warm.run("-m", "stillhouse", "train", str(file), processes=2, timeout=None)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

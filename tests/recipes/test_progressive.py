@@ -1,7 +1,6 @@
 """Runs in stages, low resolution first."""
 
 import json
-import subprocess
 
 import pytest
 import torch
@@ -171,9 +170,7 @@ def test_two_processes_go_through_the_stages_together(config, tmp_path):
     stages = [{"size": 8, "images": 16}, {"size": 16, "images": 16}]
     record = json.loads(config.model_dump_json()) | {"stages": stages, "batch": 8}
     (tmp_path / "run.yaml").write_text(json.dumps(record))
-    words = ("-m", "stillhouse", "train", str(tmp_path / "run.yaml"))
-    command, environment = warm.command(*words, processes=2), warm.environment()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run("-m", "stillhouse", "train", str(tmp_path / "run.yaml"), processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "16 images; the model is in" in done.stdout
     assert load_denoiser(config.out / "16px/model").network.data_shape == (3, 16, 16)

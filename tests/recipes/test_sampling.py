@@ -93,8 +93,7 @@ def test_first_state_is_the_keyed_noise_times_sigma_max(unet, tmp_path, monkeypa
 
 def torchrun(unet: Path, out: Path, processes: int, *more: str) -> subprocess.CompletedProcess:
     words = ["-m", "stillhouse", "sample", str(unet), "--out", str(out), "--tensors", *more]
-    command, environment = warm.command(*words, processes=processes), warm.environment()
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return warm.run(*words, processes=processes)
 
 
 @pytest.mark.slow

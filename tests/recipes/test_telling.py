@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -433,9 +432,7 @@ def test_two_processes_are_told_what_one_is(config, tmp_path, backbone, sharding
     both = changed(config, out=tmp_path / "both", spread=spread)
     file = tmp_path / "both.json"
     file.write_text(json.dumps(both.model_dump(mode="json")))
-    command = warm.command("-m", "stillhouse", "train", str(file), processes=2)
-    environment = warm.environment()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = warm.run("-m", "stillhouse", "train", str(file), processes=2, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = [
         [line["denoiser/loss"] for line in read_log(c.out / "log.jsonl") if "denoiser/loss" in line]

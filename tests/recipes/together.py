@@ -1,6 +1,5 @@
 """A distillation by two processes, as torchrun starts them."""
 
-import subprocess
 from pathlib import Path
 
 import warm
@@ -15,6 +14,5 @@ def distil_by_two(config: DistillRun, folder: Path) -> None:
         "from stillhouse.recipes.distill.distilling import DistillRun, run\n"
         f"run(DistillRun.model_validate_json({config.model_dump_json()!r}))\n"
     )
-    words, environment = warm.command(str(script), processes=2), warm.environment()
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    done = warm.run(str(script), processes=2, timeout=None)
     assert done.returncode == 0, done.stderr[-3000:]
