@@ -6,10 +6,11 @@
 Last line, JSON, also in results/prepare.json (results/prepare-kills.json) unless --quick.
 `throughput` = images/s of the job (read, decode, crop, encode, write) / images/s of as many
 processes, of one thread each, that do nothing but encode tensors that are there already: TAESD3 at
-256 px, both in one run, the bare loop before and after. The job's time begins when every worker has
-made its first shard; `startup_seconds` is all before. `cpu` is the same ratio of processor
+256 px, both in one run, the bare loop before and after. The job's time begins when as many shards
+are there as there are workers; `startup_seconds` is all before. `cpu` is the same ratio of processor
 seconds per image, over the same span, which other work on the machine does not touch.
-`memory_ratio` = peak of the memory of all processes together, with 4 times the images.
+`memory_ratio` = peak of the memory of all processes together, with 4 times the images; `held_ratio`
+is what it would be if the job kept all that it has decoded.
 `identical`: one worker is killed in the middle of the run, then the driver, and the command given
 again; every file of the output is compared with that of a run that nobody touched.
 """
@@ -68,7 +69,7 @@ def main() -> None:
 def measure(folder: Path, quick: bool, kills: int) -> dict[str, Any]:
     if kills:
         return compare_kills(folder, kills)
-    side, count = (32, 64) if quick else (256, 64 * (CORES + 1))
+    side, count = (32, 64) if quick else (256, 256 * CORES)
     result = throughput(folder, side, count, rounds=1 if quick else 3)
     return result | memory(folder, *((48, 96) if quick else (1000, 4000)))
 
@@ -264,16 +265,18 @@ def encode(side: int, batches: int, ready: Any, results: Any) -> None:
 
 def memory(folder: Path, few: int, many: int) -> dict[str, Any]:
     """Each in a process of its own, and the processes that Ray starts for it."""
-    peaks = []
+    peaks, sides = [], (256, 768)
     for count in (few, many):
-        write_images(folder / f"{count}", count, (64, 192), rows=500)
+        write_images(folder / f"{count}", count, sides, rows=500)
         words = [sys.executable, __file__, "--peak", f"{folder}/{count}", f"{folder}/{count}-out"]
         process = subprocess.Popen(words)
         with watched(process.pid) as seen:
             assert process.wait() == 0
         peaks.append(seen.peak / 2**20)
+    more = 3 * statistics.mean(sides) ** 2 * (many - few) / 2**20
     return {
         "memory_ratio": round(peaks[1] / peaks[0], 4),
+        "held_ratio": round((peaks[0] + more) / peaks[0], 4),
         "peak_mb": [round(peak) for peak in peaks],
         "counts": [few, many],
     }

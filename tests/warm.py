@@ -5,7 +5,7 @@ forks for each. `command(...)` is what to start: a small program that takes word
 (`-m`, `-c` or a script), hands them to the server with its environment and its streams, passes
 signals on, and ends as the forked process ends; who kills the one kills the other. Nothing of this
 package is loaded beforehand, and nothing but imports has run. What differs from a fresh Python: the
-order of sets is the same in all processes. tests/resilience/test_kill.py starts them afresh.
+order of sets is the same in all processes. tests/resilience/test_kill.py starts some afresh.
 """
 
 import atexit

@@ -792,6 +792,26 @@ def test_a_cluster_that_loses_a_machine_ends_with_the_same(tmp_path, short, monk
     assert_same(tmp_path / "out", tmp_path / "calm")
 
 
+def test_ray_that_does_not_start_or_answer_is_refused_with_what_to_do(monkeypatch):
+    """On a busy machine Ray gives up after half a minute, with a bare `Exception`."""
+    ray = pytest.importorskip("ray", reason="pip install 'stillhouse[scale]' to test Ray")
+
+    def late(**_):
+        raise Exception("The current node timed out\nduring startup.")
+
+    monkeypatch.setattr(ray, "init", late)
+    with (
+        pytest.raises(UserError, match=r"Ray cannot .*timed out.*busy, try again later"),
+        prepare.cluster(),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match=r"cluster at head:6379 cannot .*Check --ray"),
+        prepare.cluster("head:6379"),
+    ):
+        pass
+
+
 # ---------------------------------------------------------------- object storage
 
 

@@ -121,8 +121,8 @@ def test_a_disk_that_is_full_of_other_things_ends_the_run_at_a_line_of_the_log(
 ):
     every = 20 * BATCH
     places = {"checkpoints": str(tmp_path / "kept"), "checkpoint_every": every}
-    run = replace(whole.twin(disk / "filled", **places), fresh=True)  # the one that is stopped
-    with run.started() as process:
+    run = whole.twin(disk / "filled", **places)
+    with replace(run, fresh=True).started() as process:  # itself, since it is stopped
         run.wait_until(lambda: run.reached > every, process)
         process.send_signal(signal.SIGSTOP)  # or it might be at the next checkpoint by now
         fill(disk)

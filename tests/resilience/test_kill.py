@@ -52,7 +52,7 @@ def wholes(tmp_path_factory) -> dict[str, Run]:
 @pytest.fixture(scope="module")
 def killed(wholes) -> dict[str, Run]:
     """The same runs, killed five times each."""
-    runs = {kind: replace(whole.twin("killed"), fresh=True) for kind, whole in wholes.items()}
+    runs = {kind: whole.twin("killed") for kind, whole in wholes.items()}
     at_once(kill_five_times, runs)
     return runs
 
@@ -91,7 +91,11 @@ def freeze_in_a_write(run: Run, process: subprocess.Popen) -> None:
 
 
 def kill(run: Run, moments: random.Random, *, in_a_write: bool) -> None:
-    """Starts it and kills it: in a write, or a few random steps after it has begun to train."""
+    """Starts it and kills it: in a write, or a few random steps after it has begun to train.
+
+    A write is frozen first, by who started the process: that one loads everything anew.
+    """
+    run = replace(run, fresh=in_a_write)
     with run.started() as process:
         if in_a_write:
             freeze_in_a_write(run, process)
@@ -104,8 +108,9 @@ def kill(run: Run, moments: random.Random, *, in_a_write: bool) -> None:
             time.sleep(moments.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-        with locked(run.out):  # its folder is free, though a reader of data may still live
-            pass
+        if run.fresh:
+            with locked(run.out):  # its folder is free, though a reader of data may still live
+                pass
 
 
 def kill_five_times(run: Run) -> None:

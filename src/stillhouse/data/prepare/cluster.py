@@ -70,16 +70,21 @@ def cluster(address: str = "", workers: int = 0) -> Iterator[dict[str, float]]:
     try:
         with _silence():
             _init(ray, address, workers)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        what = f"the Ray cluster at {address}" if address else "Ray"
-        raise UserError(
-            f"{what} cannot be started or reached ({one_line(error)}). Check --ray and "
-            "RAY_ADDRESS; without them it runs on this machine alone"
-        ) from error
+    except Exception as error:  # what Ray raises has no common class
+        raise UserError(_refusal(address, one_line(error))) from error
     try:
         yield ray.cluster_resources()
     finally:
         ray.shutdown()
+
+
+def _refusal(address: str, why: str) -> str:
+    if not address:
+        return f"Ray cannot be started ({why}). If this machine is busy, try again later"
+    return (
+        f"the Ray cluster at {address} cannot be reached ({why}). Check --ray and RAY_ADDRESS; "
+        "without them it runs on this machine alone"
+    )
 
 
 def _import() -> Any:
