@@ -7,8 +7,8 @@ Last line, JSON, also in results/prepare.json (results/prepare-kills.json) unles
 `throughput` = images/s of the job (read, decode, crop, encode, write) / images/s of as many
 processes, of one thread each, that do nothing but encode tensors that are there already: TAESD3 at
 256 px, both in one run, the bare loop before and after. The job's time begins when as many shards
-are there as there are workers; `startup_seconds` is all before. `cpu` is the same ratio of processor
-seconds per image, over the same span, which other work on the machine does not touch.
+are there as there are workers; `startup_seconds` is all before. `cpu` is the same ratio of
+processor seconds per image, over the same span, which other work on the machine does not touch.
 `memory_ratio` = peak of the memory of all processes together, with 4 times the images; `held_ratio`
 is what it would be if the job kept all that it has decoded.
 `identical`: one worker is killed in the middle of the run, then the driver, and the command given

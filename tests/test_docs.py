@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from data.pictures import write_shards
 from metrics.shared import SHARED, weights_folder
 
 from stillhouse.cli import main
@@ -94,6 +95,7 @@ def pictures(tmp_path) -> None:
             Image.new("RGB", (40 + i, 50), colour).save(tmp_path / folder / f"{i}.png")
     lines = [f'{{"file_name": "{i}.png", "caption": "picture {i}"}}\n' for i in range(12)]
     (tmp_path / "captioned" / "metadata.jsonl").write_text("".join(lines))
+    write_shards(tmp_path / "laion", "tars", [12, 12])
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ FEW = ["--count", "8", "--reference-count", "8", "--seeds", "1"]
 SMALL = ["--detector", "resnet56-cifar10"]
 # A distillation of two batches, whose walks are not compared.
 BRIEF = ["--images", "8", "--batch", "4", "--comparison.count", "0", "--preview.count", "2"]
-# A training of a tutorial: two batches, whose preview is seen by nobody.
+# A training: two batches or so, whose preview is seen by nobody.
 QUICK = ["--images", "32", "--preview.count", "4", "--preview.steps", "2"]
 
 
@@ -146,7 +148,8 @@ def test_commands_run_in_order(
             words += ["--out", out]
         if words[0] in ("sample", "evaluate") and str(model) in words and "--count" not in words:
             words += ["--count", "4"]
-        if words[0] == "evaluate" or {"--evaluation", "--codec"} & {*words}:
+        needs = {"--evaluation", "--codec"} & {*words} or words[1].endswith("-latent")
+        if words[0] == "evaluate" or needs:
             weights_folder()  # or skip
         if words[0] == "prepare":
             words += ["--workers", "1"]
@@ -156,10 +159,12 @@ def test_commands_run_in_order(
             words += BRIEF
         if words[0] == "train" and "--scale" not in words:
             words += ["--scale", "tiny"]
-        if words[0] == "train" and page.parent.name == "tutorials":
+        if words[0] == "train" and "progressive" not in words[1]:  # whose stages have their own
             words += QUICK
         if "--evaluation" in words:
             words += ["--evaluation.count", "32"]
+        if words[0] == "plan" and "--network.size" in words:
+            words += ["--network.size", "tiny"]  # of a large one it takes minutes
         main(words)
         if "--dry-run" in words or words[0] == "plan" or words[:2] == ["features", "info"]:
             continue

@@ -197,7 +197,7 @@ def test_flags_that_pages_name_are_there(site):
     for name in MINE:
         start = ROOT / "docs" / name
         for page in [start] if start.is_file() else sorted(start.rglob("*.md")):
-            others = r"^.*is not a flag here.*$|^pip install .*$"  # flags that are not ours
+            others = r"^.*is not a flag here.*$|^ *pip install .*$"  # flags that are not ours
             text = re.sub(others, "", page.read_text(), flags=re.MULTILINE)
             flags = re.findall(r"(?<![\w-])--([a-z][\w.-]*\w)", text)
             named |= {flag: page.name for flag in flags if flag not in known}

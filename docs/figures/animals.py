@@ -132,7 +132,7 @@ def properties(both: Sequence[Record]) -> str:
     for name, row in both[0]["activations"].items():
         of_self = "self q, k" if row["kind"] in ("self-q", "self-k") else "others"
         groups.setdefault((place(row), of_self), []).append(name)
-    lines = ["| place | which |" + "".join(f" {title} |" for title in SCORES.values())]
+    lines = ["| where | which |" + "".join(f" {title} |" for title in SCORES.values())]
     lines += ["|---|---|" + "---|" * len(SCORES)]
     for (where, which), names in groups.items():
         cells = (" / ".join(mean_score(r, names, score) for r in both) for score in SCORES)

@@ -240,6 +240,19 @@ MISTAKES: dict[str, Mistake] = {
     "annotations of no known kind": Mistake(
         f"features evaluate unet --selection {EARLY} --data photos", "no known format", "--format"
     ),
+    "levels to select at": Mistake(
+        "features select unet --out OUT/x.json --sigma 0.1 0.4", "at one noise level", "--sigma"
+    ),
+    "levels to draw at": Mistake(
+        "features atlas unet --images photos --sigma 0.1 0.4", "at one noise level", "give one"
+    ),
+    "annotations of a part": Mistake(
+        f"features evaluate unet --selection {EARLY} --fit crop", "whole pictures", "leave out"
+    ),
+    "no threshold": Mistake("features evaluate unet --alphas", "alphas is ()", "at least 1 item"),
+    "threshold below nothing": Mistake(
+        "features evaluate unet --alphas 0.1 -1", "alphas.1 is -1.0", "greater than 0"
+    ),
 }
 
 

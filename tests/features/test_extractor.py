@@ -8,12 +8,20 @@ from features.toys import (
     as_tokens,
     denoiser_of,
     extract,
+    fill_zeros,
     hooks_of,
     inputs,
     small_denoiser,
     watched,
 )
-from small_models import build_network, network_config, random_condition, relative_error
+from small_models import (
+    MODELS,
+    build_network,
+    network_config,
+    random_condition,
+    relative_error,
+    save_pipeline,
+)
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,6 +31,7 @@ from stillhouse.features.catalogue import catalogue
 from stillhouse.features.extractor import Extractor
 from stillhouse.features.selection import published
 from stillhouse.models import DiffusersNetwork
+from stillhouse.pipelines import load_denoiser
 from stillhouse.process import VP, Condition, Gaussian, NetworkDenoiser
 
 WIDE = (16, 24)
@@ -37,9 +46,17 @@ PATH = "up_blocks.1.attentions.1.transformer_blocks.0"
 SIZES = [*((name, None) for name in BUILDERS), *((n, WIDE) for n in BUILDERS if n != "dit-xl-2")]
 
 
+def from_directory(folder, name):
+    """A published pipeline at reduced width, saved by diffusers and read again."""
+    save_pipeline(folder, name)
+    denoiser = load_denoiser(folder)
+    fill_zeros(denoiser)
+    return denoiser
+
+
 @pytest.mark.parametrize(("name", "size"), SIZES)
-def test_every_id_extracts_with_the_shape_it_promised(name, size):
-    denoiser = small_denoiser(name)
+def test_every_id_extracts_with_the_shape_it_promised(name, size, tmp_path):
+    denoiser = from_directory(tmp_path, name) if name in MODELS else small_denoiser(name)
     known = catalogue(denoiser.network.model)
     found = extract(denoiser, size=size)
     height, width = inputs(denoiser, size=size)[0].shape[-2:]
@@ -367,6 +384,20 @@ def test_levels_together_equal_levels_alone(name):
             torch.testing.assert_close(together[key][:, index], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "sigma"), [("sd3", 50 / 950), ("sd15", None)])
+def test_a_timestep_is_its_noise_level(name, sigma):
+    denoiser = small_denoiser(name)
+    x, cond = inputs(denoiser)
+    abar = float(TABLE[50])
+    sigma = sigma or ((1 - abar) / abar) ** 0.5
+    ids = ["transformer-in" if name == "sd3" else "unet-in"]
+    by_time = Extractor(denoiser, ids, t=50)
+    assert by_time.sigmas == pytest.approx([sigma], rel=1e-6)
+    assert not by_time.several
+    several = Extractor(denoiser, ids, t=[50, 700]).extract(x, cond, key=[0, 1])[ids[0]]
+    torch.testing.assert_close(several[:, 0], by_time.extract(x, cond, key=[0, 1])[ids[0]])
+
+
 def test_noise_follows_from_image_seed_and_level():
     denoiser = small_denoiser("sd15")
     extractor = Extractor(denoiser, ["unet-in"], sigma=0.7)
@@ -399,6 +430,12 @@ def test_other_denoisers_and_levels_are_refused():
     for wrong in (-1.0, [], float("nan"), [[1.0]]):
         with pytest.raises(UserError, match="sigma is one noise level"):
             Extractor(denoiser, ["unet-in"], sigma=wrong)
+    for wrong in (-1.0, 1000, [], [50, 2000], float("nan"), [[1.0]]):
+        with pytest.raises(UserError, match="t is a timestep or a row of them, 0 to 999, not"):
+            Extractor(denoiser, ["unet-in"], t=wrong)
+    for both in ({}, {"sigma": 0.1, "t": 50}):
+        with pytest.raises(UserError, match="give either sigma or t"):
+            Extractor(denoiser, ["unet-in"], **both)
     with pytest.raises(UserError, match=r"no activation 'unet-on'; close ones are unet-in"):
         Extractor(denoiser, ["unet-on"], sigma=1.0)
     extractor = Extractor(denoiser, ["unet-in"], sigma=1.0)

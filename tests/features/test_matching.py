@@ -48,6 +48,16 @@ def test_similarity_is_the_cosine_of_enlarged_features():
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_points_may_be_on_another_device_than_the_maps():
+    """Annotations are read on the host, maps lie on a GPU, for which the meta device stands in."""
+    maps = [torch.empty(8, 5, 4, device="meta"), torch.empty(16, 10, 8, device="meta")]
+    points, sizes = torch.tensor([[7.0, 2.0], [0.0, 9.0]], dtype=torch.float64), ((16, 10), (9, 12))
+    alike = similarity(maps, maps, points, sizes)
+    assert (alike.shape, alike.device.type) == ((2, 12, 9), "meta")
+    found = match(maps, maps, points, sizes)
+    assert (found.shape, found.device.type) == ((2, 2), "meta")
+
+
 def test_several_activations_count_alike_whatever_their_scale_and_resolution():
     one, other = noise(8, 6, 6), noise(8, 12, 12, seed=3)
     points, sizes = torch.tensor([[20.0, 5.0]]), ((24, 24), (24, 24))

@@ -1,7 +1,9 @@
 """A trained network: diffusion noise is strong on the way down and late on the way up, not between.
 
-An untrained one of the same shape has that by far less: smooth images and averages of neighbours
-alone make a factor of about 2 in this one.
+An untrained one of the same shape has that by far less. The noisiest place has 11.7 times the noise
+of the quietest one in the trained network, and 2.01, 1.80, 1.51 and 1.30 times in untrained ones of
+the seeds 0 to 3: smooth images and averages of neighbours alone do that. A factor below 1.5, which
+was expected of them, is met by one of the four; the bound here is that of the worst.
 """
 
 import io
@@ -27,6 +29,7 @@ STAGES = [
     *(f"up-level{i}-repeat1-res-out" for i in range(3)),
 ]
 COUNT = 24
+UNTRAINED = 2.1  # noisiest / quietest; measured 2.01 with the seed below
 
 
 def images():
@@ -58,4 +61,5 @@ def test_noise_falls_to_the_middle_and_rises_again_where_a_network_was_trained()
     fresh = type(trained.network.model).from_config(trained.network.model.config)
     untrained = NetworkDenoiser(DiffusersNetwork(fresh), trained.scaling, trained.prediction)
     other = noise_by_stage(untrained.eval())
+    assert max(other) / min(other) < UNTRAINED
     assert max(eta) / min(eta) > 3 * max(other) / min(other)

@@ -51,13 +51,18 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def denoiser_of(model: nn.Module) -> NetworkDenoiser:
-    """In eval mode; zeros that published networks start from are filled, so that all is alive."""
+def fill_zeros(model: nn.Module) -> None:
+    """Those that published networks start from, so that all is alive."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.is_meta and not parameter.any():
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def denoiser_of(model: nn.Module) -> NetworkDenoiser:
+    """In eval mode, without zeros."""
+    fill_zeros(model)
     flow = hasattr(model, "context_embedder")
     scaling, prediction = (Flow(), "flow") if flow else (VP(TABLE), "eps")
     return NetworkDenoiser(DiffusersNetwork(model), scaling, prediction).eval()

@@ -1,10 +1,13 @@
 """PCK by hand: thresholds, boxes that are not square, images against points."""
 
+import json
 import math
 
 import pytest
 import torch
 
+from stillhouse.data.annotated import read_spair
+from stillhouse.features.matching import match
 from stillhouse.metrics.pck import KeypointScore, Pck, Share, are_right
 
 
@@ -59,12 +62,56 @@ def test_images_and_points_are_averaged_differently():
     assert sums.result().box == Share(0.4, 0.625)
 
 
-def test_swapped_coordinates_are_seen():
-    """A canary: (x, y) given as (y, x) is wrong unless the point lies on the diagonal."""
-    true = points((10, 60), (80, 20), (33, 90))
-    assert score(true.flip(1), true).image.per_point == 0
-    # The box, too: 20 wide and 200 high, whose corners in the order y, x give another side.
-    assert score(true + points((0, 15)), true, box=(0, 0, 20, 200)).box.per_point == 1
+CELLS = [(1, 7), (6, 2), (3, 8), (8, 4)]  # (column, row) of 10 x 10, none at a border
+
+
+def spair_pair():
+    """One place of a 200 x 100 source and of an 80 x 160 target, whose box is 20 wide, 40 high."""
+    return {
+        "category": "cat",
+        "src_imname": "a.png",
+        "trg_imname": "b.png",
+        "src_imsize": [200, 100, 3],
+        "trg_imsize": [80, 160, 3],
+        "src_bndbox": [0, 0, 200, 100],
+        "trg_bndbox": [50, 10, 70, 50],
+        "src_kps": [[20 * x + 9.5, 10 * y + 4.5] for x, y in CELLS],
+        "trg_kps": [[8 * x + 3.5, 16 * y + 7.5] for x, y in CELLS],
+    }
+
+
+def read_matched_and_scored(entry, folder):
+    """PCK of an image's features with themselves, from the annotation file on."""
+    (folder / "pairs.json").write_text(json.dumps([entry]))
+    (pair,) = read_spair(folder).pairs
+    maps = [torch.randn(32, 10, 10, generator=torch.Generator().manual_seed(0))]
+    found = match(maps, maps, pair.source.points, (pair.source.size, pair.target.size))
+    return score(found, pair.target.points, box=pair.target.box, size=pair.target.size)
+
+
+def test_coordinates_go_their_way_in_one_order(tmp_path):
+    """A canary: reader, match and score agree on (x, y), on (width, height) and on corners."""
+    found = read_matched_and_scored(spair_pair(), tmp_path)
+    assert found == Pck(Share(1, 1), Share(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("src_kps", (1, 0)),
+        ("trg_kps", (1, 0)),
+        ("src_imsize", (1, 0)),
+        ("trg_imsize", (1, 0)),
+        ("trg_bndbox", (0, 2, 1, 3)),  # x1, x2, y1, y2
+    ],
+)
+def test_the_canary_dies_of_a_swap(name, order, tmp_path):
+    entry = spair_pair()
+    values = entry[name] if name.endswith("kps") else [entry[name]]
+    swapped = [[one[n] for n in order] for one in values]
+    entry[name] = swapped if name.endswith("kps") else swapped[0]
+    found = read_matched_and_scored(entry, tmp_path)
+    assert min(found.box.per_point, found.image.per_point) < 0.5
 
 
 def test_parts_add_up_and_nothing_has_no_share():

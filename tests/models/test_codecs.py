@@ -344,6 +344,35 @@ def test_no_call_sees_more_than_a_tile(kind):
 
 
 @EACH
+def test_large_images_are_decoded_in_tiles_although_nobody_asked(kind, monkeypatch):
+    """Encoding is left alone: latents would not be those of another way to the same model."""
+    monkeypatch.setattr("stillhouse.models.codecs.LARGE", 32)
+    codec, seen = codec_of(kind), []
+    for part in (codec.autoencoder.encoder, codec.autoencoder.decoder):
+        part.register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape[-2:])))
+    latents = codec.encode(unit_noise((2, 3, 32, 72)).clamp(-1, 1))
+    assert set(seen) == {(32, 72)}
+    seen.clear()
+    with torch.no_grad():
+        decoded = codec.decode(latents)
+        assert set(seen) == {(8, 8)}
+        assert torch.equal(decoded, codec_of(kind).enable_tiling(32).decode(latents))
+        seen.clear()
+        codec.decode(latents[..., :8])
+    assert set(seen) == {(8, 8)}
+    assert len(seen) == 1
+
+
+def test_images_of_a_thousand_pixels_are_decoded_whole():
+    codec, seen = codec_of("tiny"), []
+    codec._decode = lambda native: seen.append(native.shape[-1]) or native[:, :3].repeat(1, 1, 4, 4)
+    codec.decode(torch.zeros(1, 6, 256, 256))
+    assert seen == [256]
+    assert codec.decode(torch.zeros(1, 6, 256, 257)).shape == (1, 3, 1024, 1028)
+    assert seen == [256] * 3
+
+
+@EACH
 def test_images_within_a_tile_are_not_touched(kind):
     images = unit_noise((2, 3, 32, 24)).clamp(-1, 1)
     plain, tiled = codec_of(kind), codec_of(kind).enable_tiling(32)
@@ -355,12 +384,12 @@ def test_what_is_the_same_everywhere_stays_so_in_tiles(overlap):
     """Weights of the tiles add up to 1, and each tile lands where it was taken from."""
     codec = codec_of("tiny").enable_tiling(16, overlap)
     place = torch.arange(7 * 11).view(1, 1, 7, 11).float()
-    torch.testing.assert_close(codec._in_tiles(lambda z: z, place), place)
+    torch.testing.assert_close(codec._in_tiles(lambda z: z, place, codec.tiles), place)
     larger = place.repeat_interleave(4, 2).repeat_interleave(4, 3)
-    shrunk = codec._in_tiles(lambda x: x[..., ::4, ::4], larger, inward=4)
+    shrunk = codec._in_tiles(lambda x: x[..., ::4, ::4], larger, codec.tiles, inward=4)
     torch.testing.assert_close(shrunk, place)
     grown = codec._in_tiles(
-        lambda z: z.repeat_interleave(4, 2).repeat_interleave(4, 3), place, outward=4
+        lambda z: z.repeat_interleave(4, 2).repeat_interleave(4, 3), place, codec.tiles, outward=4
     )
     torch.testing.assert_close(grown, larger)
 
@@ -369,7 +398,7 @@ def test_no_seam_where_tiles_meet():
     """Tiles that disagree by 1 are joined by a slope, not a step."""
     codec, count = codec_of("tiny").enable_tiling(64, 0.5), iter(range(100))
     joined = codec._in_tiles(
-        lambda z: torch.full_like(z, next(count) % 2), torch.zeros(1, 1, 16, 40)
+        lambda z: torch.full_like(z, next(count) % 2), torch.zeros(1, 1, 16, 40), codec.tiles
     )
     assert 0.1 < float(joined.diff(dim=3).abs().max()) < 0.3
 

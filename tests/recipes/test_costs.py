@@ -9,19 +9,25 @@ import numpy as np
 import pytest
 import torch
 import warm
+from data.pictures import write_shards
 from metrics.shared import weights_folder
 from models.test_text import write_bert
 from recipes.costs_process import batch_of, build
+from recipes.test_training import final_tensors
+from safetensors.torch import load_file
+from small_models import small_autoencoder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tunable import save_whole, tuning, write_images
 
 from stillhouse.cli import main
-from stillhouse.data import Columns, DataConfig, ImageConfig
+from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet
 from stillhouse.data.crops import Layout
 from stillhouse.data.loaded import Words
 from stillhouse.data.prepare.samples import Sample
 from stillhouse.data.prepare.shard import Form, ShardFile
+from stillhouse.engine.ema import HalfLife
+from stillhouse.engine.optimisers import AdamW8bit
 from stillhouse.engine.sharding import Spread
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
@@ -38,8 +44,9 @@ from stillhouse.recipes.telling import CaptionText
 from stillhouse.recipes.train.catalogue import RECIPES
 from stillhouse.recipes.train.networks import Backbone, DiT, UNet
 from stillhouse.recipes.train.progressive import legs
-from stillhouse.recipes.train.training import TrainRun
+from stillhouse.recipes.train.training import TrainRun, run
 from stillhouse.recipes.train.tuning import Tuned, fitted
+from stillhouse.recipes.train.watching import Preview
 
 HERE = World(0, 1, torch.device("cpu"))
 ALONE = Spread()
@@ -269,6 +276,68 @@ def test_a_prepared_image_is_as_large_as_in_a_real_shard(tmp_path, monkeypatch):
     size = (tmp_path / "shard.parquet").stat().st_size
     assert size / 1e6 == pytest.approx(counted, rel=0.05)
     assert size / 1e6 > counted
+
+
+def tensors_in(folder: Path) -> int:
+    """Bytes of all weights below it."""
+    files = folder.rglob("*.safetensors")
+    return sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+
+
+def assert_checkpoint_as_planned(config: TrainRun, lines: list[costs.Line]) -> None:
+    written = sum(tensor.nbytes for tensor in final_tensors(config.out, config.images).values())
+    assert written / 1e9 == pytest.approx(named(lines, "a checkpoint").value, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [False, True])
+def test_checkpoints_and_models_are_as_large_as_planned(codec, tmp_path):
+    small_autoencoder(4).save_pretrained(tmp_path / "codec")
+    shards = write_shards(tmp_path / "data", "parquet", [8])
+    source, columns = Parquet(files=(shards,)), Columns(label="label")
+    changes = {
+        "data": DataConfig(source=source, columns=columns, image=ImageConfig(size=16)),
+        "classes": 0,
+        "codec": str(tmp_path / "codec") if codec else "",
+        "images": 8,
+        "averages": (HalfLife(images=100), HalfLife(images=200)),
+        "preview": Preview(every=8, count=1, steps=1),
+        "out": tmp_path / "run",
+    }
+    config = run_of(DiT(depth=1, heads=2, head_width=16)).model_copy(update=changes)
+    lines = plan(config, PlanRun())
+    run(config)
+    assert_checkpoint_as_planned(config, lines)
+    model = named(lines, "the exported model").value
+    assert tensors_in(config.out / "model") / 1e9 == pytest.approx(model, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_fine_tuning_stores_is_as_large_as_planned(method, tmp_path):
+    folder, images = save_whole(tmp_path / "sd15", "sd15"), write_images(tmp_path / "data")
+    network = Tuned(path=str(folder), method=method, rank=8)
+    config = tuning(folder, images, tmp_path / "run", network=network)
+    lines = plan(config, PlanRun())
+    run(config)
+    assert_checkpoint_as_planned(config, lines)
+    model, planned_model = config.out / "model", named(lines, "the exported model")
+    size, how = tensors_in(model), "counted"
+    if method == "full":
+        beside = [f for f in model.rglob("*/*") if f.is_file() and f.parent.name != "unet"]
+        size, how = tensors_in(model / "unet") + sum(f.stat().st_size for f in beside), "estimated"
+    assert planned_model.how.startswith(how)
+    assert size / 1e9 == pytest.approx(planned_model.value, rel=0.01)
+
+
+def test_a_checkpoint_of_8_bit_moments_is_an_estimate_and_smaller():
+    config = run_of(DiT(depth=1, heads=2, head_width=16))
+    low = config.model_copy(update={"optim": AdamW8bit()})
+    plain, eighth = (named(plan(each, PlanRun()), "a checkpoint") for each in (config, low))
+    assert plain.how == "counted"
+    assert eighth.how.startswith("estimated: ")
+    # Of four tensors of 4 bytes (weights, an average, two moments) two have 1, and their scales.
+    assert eighth.value / plain.value == pytest.approx((8 + 2 * (1 + 4 / 256)) / 16, rel=1e-6)
 
 
 # ---------------------------------------------------------------- the command

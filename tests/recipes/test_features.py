@@ -5,6 +5,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -12,19 +13,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import warm
 from PIL import Image
 from small_models import build_network, network_config, small_unet
 from tunable import save_whole
 
 from stillhouse.cli import main
-from stillhouse.data import ImageConfig, Squash, to_float
+from stillhouse.data import CentreCrop, ImageConfig, Squash, to_float
+from stillhouse.data.annotated import read_pets, spread
 from stillhouse.features.catalogue import catalogue
 from stillhouse.features.extractor import Extractor
+from stillhouse.features.properties import Images, score
+from stillhouse.features.segmentation import Ensemble, labelled_pixels, pixel_features
 from stillhouse.features.selection import candidates, keep_by_rule
 from stillhouse.features.store import StoredFeatures
 from stillhouse.pipelines import load_denoiser
+from stillhouse.recipes.features import tasks
 from stillhouse.recipes.features.reading import FeatureModel, Reading
-from stillhouse.recipes.features.selecting import rule_reason
+from stillhouse.recipes.features.selecting import as_seen, dealt, rule_reason
 
 SIDE = 8
 EARLY = "up-level0-repeat1-res-out"
@@ -180,7 +186,9 @@ def pets_folder(folder, count=8):
 
 
 def test_a_probe_finds_the_activation_that_tells_labels(model, tmp_path):
+    """And never opens the images that its choice will be judged by: here they are gone."""
     data = pets_folder(tmp_path / "pets")
+    (data / "test.parquet").unlink()
     file = tmp_path / "probed.json"
     pool = "mid-repeat0-res-out,unet-after-conv-in,down-level1-repeat0-res-increment"
     words = ["--selection", pool, "--rules", "false", "--data", data, "--sigma", 0]
@@ -189,6 +197,56 @@ def test_a_probe_finds_the_activation_that_tells_labels(model, tmp_path):
     assert found["parts"][0]["ids"] == ["unet-after-conv-in"]
     accuracy = float(found["why"]["unet-after-conv-in"].split()[-1])
     assert accuracy > 0.98
+
+
+def test_images_are_spread_and_none_judges_what_it_taught():
+    assert list(spread(10, 4)) == [0, 2, 5, 7]
+    assert list(spread(3, 4)) == list(spread(3)) == [0, 1, 2]
+    assert [list(part) for part in dealt(100, 3, 2)] == [[0, 20, 40], [60, 80]]
+    for total, train, held in ((2, 1, 9), (2, 9, 1), (8, 20, 20), (41, 20, 20)):
+        one, two = map(set, dealt(total, train, held))
+        assert one
+        assert two
+        assert not one & two
+        assert len(one | two) == min(total, train + held)
+
+
+def test_a_gate_by_labels(model, tmp_path):
+    """Locality as it is scored directly, of the masks as the network sees their pictures."""
+    data, file = pets_folder(tmp_path / "pets"), tmp_path / "local.json"
+    pool = ["up-level1-repeat0-res-out", "up-level1-repeat1-res-out"]
+    words = ["--selection", ",".join(pool), "--by", "locality", "--sigma", 0.3, "--share", 1]
+    words += ["--rules", "false", "--most", 2, "--count", 4, "--batch", 3, "--out", file]
+    features("select", model, *words, "--data", data)
+    masks = read_pets(data, "train").some([0, 2, 4, 6])
+    pixels = [torch.from_numpy(np.array(masks.open(n))).movedim(2, 0) for n in range(4)]
+    x, labels = to_float(torch.stack(pixels)), torch.stack([masks.mask(n) for n in range(4)])
+    images = Images(x, range(4), labels=torch.where(labels == 255, -1, labels))
+    direct = score(Extractor(load_denoiser(model), pool, sigma=0.3), [images])
+    why = json.loads(file.read_text())["why"]
+    assert why
+    for name, reason in why.items():
+        assert f"locality {direct[name].locality:.3f}" in reason
+
+
+@pytest.mark.parametrize(
+    ("crop", "columns"), [(CentreCrop(), [2, 3, 4, 5]), (Squash(), [1, 3, 5, 7])]
+)
+def test_masks_are_cropped_as_their_pictures_are(crop, columns):
+    """4 x 8 pixels, of which 4 x 4 are seen; one of them is not labelled."""
+    mask = torch.arange(8).repeat(4, 1)
+    mask[3, 5] = 255
+    model = SimpleNamespace(image=(ImageConfig(size=4, crop=crop), (4, 4)))
+    seen = as_seen(model, mask)
+    assert seen[:3].tolist() == [columns] * 3
+    assert seen[3].tolist() == [-1 if column == 5 else column for column in columns]
+
+
+def test_a_score_that_cannot_be_measured_is_not_gone_by(model, photos, tmp_path, capsys):
+    """A place cannot be told from one image, which is fitted to another."""
+    words = ["select", model, "--images", photos, "--out", tmp_path / "x.json", "--by", "position"]
+    assert "position cannot be measured" in refused(capsys, *words, "--count", 1)
+    features(*words, "--count", 2)
 
 
 # ---------------------------------------------------------------- tasks
@@ -255,6 +313,66 @@ def test_segmentation_of_what_colours_tell(model, tmp_path, task):
     assert (results["train_images"], results["test_images"]) == (8, 8)
     assert results["mean_iou"] > 0.95
     assert (out / "pictures.png").is_file()
+
+
+def test_some_images_of_a_data_set_are_spread_over_it(model, tmp_path, capsys):
+    """With their own masks, or they could not be told."""
+    data, out = pets_folder(tmp_path / "pets"), tmp_path / "out"
+    words = ["--task", "segmentation", "--data", data, "--selection", "unet-after-conv-in"]
+    words += ["--sigma", 0, "--train-count", 4, "--count", 3, "--steps", 150, "--pictures", 0]
+    features("evaluate", model, *words, "--out", out)
+    assert StoredFeatures(out / "features" / "train").ids == ["0", "2", "4", "6"]
+    assert StoredFeatures(out / "features" / "test").ids == ["0", "2", "5"]
+    assert json.loads((out / "record.json").read_text())["results"]["mean_iou"] > 0.95
+    assert not (out / "pictures.png").exists()
+    assert f"see {out / 'record.json'}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("most", "steps", "rows", "taken"),
+    [(10**6, 0, 8 * 60, 1000), (80, 0, 8 * 10, 1000), (3, 7, 8, 7), (10**6, 0, 8 * 60, 18)],
+)
+def test_a_head_learns_from_no_more_pixels_than_memory_holds(
+    model, tmp_path, monkeypatch, most, steps, rows, taken
+):
+    """Rows as each image gives them; many are gone through ten times, 256 at a time."""
+    if taken == 18:  # 10 x 480 / 256
+        monkeypatch.setattr(tasks, "STEPS", 1)
+    data, out = pets_folder(tmp_path / "pets"), tmp_path / "out"
+    names, given = ["unet-after-conv-in", "mid-repeat0-res-out"], {}
+
+    def fit(make, rows, labels, classes, **options):
+        given.update(options, rows=rows, labels=labels)
+        return Ensemble([make(rows.shape[1], classes)], rows.mean(0), rows.std(0) + 1)
+
+    monkeypatch.setattr(tasks, "fit", fit)
+    words = ["--task", "segmentation", "--data", data, "--selection", ",".join(names)]
+    words += ["--pixels", 60, "--most-pixels", most, "--steps", steps, "--out", out]
+    features("evaluate", model, *words)
+    assert (len(given["rows"]), given["steps"], given["batch"]) == (rows, taken, 256)
+    masks, stored = read_pets(data, "train"), StoredFeatures(out / "features" / "train")
+    each, number = rows // 8, 5
+    pixels, labels = labelled_pixels(masks.mask(number), each, key=number)
+    maps = [value.float() for value in stored[number].values()]
+    place = slice(number * each, (number + 1) * each)
+    assert torch.equal(given["rows"][place], pixel_features(maps, pixels, (SIDE, SIDE)).half())
+    assert torch.equal(given["labels"][place], labels)
+
+
+@pytest.mark.slow
+def test_two_processes_judge_as_one_does(model, tmp_path):
+    data = pets_folder(tmp_path / "pets", count=5)
+    words = ["evaluate", model, "--task", "segmentation", "--data", data, "--selection", EARLY]
+    words += ["--steps", 20, "--device", "cpu", "--out"]
+    features(*words, tmp_path / "one")
+    script, both = tmp_path / "evaluate.py", ["features", *words, tmp_path / "two"]
+    script.write_text(f"from stillhouse.cli import main\nmain({[*map(str, both)]!r})\n")
+    done = warm.run(str(script), processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("mean IoU") == 1
+    one, two = (json.loads((tmp_path / n / "record.json").read_text()) for n in ("one", "two"))
+    assert one == two
+    assert 0 < one["results"]["mean_iou"] < 1
 
 
 # ---------------------------------------------------------------- atlas
@@ -351,6 +469,11 @@ def test_mistakes_are_sentences(model, photos, tmp_path, capsys):
     assert "no known format" in refused(capsys, *task, "--data", photos)
     data = pets_folder(tmp_path / "pets")
     assert "has no keypoints" in refused(capsys, *task, "--data", data)
+    (data / "train.parquet").unlink()
+    words = ["--task", "segmentation", "--data", data]
+    told = refused(capsys, *task, *words)
+    assert "no train*.parquet: check the folder" in told
+    assert "--split" not in told  # there is no such option
     (tmp_path / "bad.json").write_text("{}")
     bad = ["extract", model, "--images", photos, "--selection", tmp_path / "bad.json"]
     assert "holds no selection" in refused(capsys, *bad)

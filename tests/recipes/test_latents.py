@@ -10,6 +10,7 @@ from models.test_text import write_bert
 from PIL import Image
 from recipes.test_telling import name, write_data
 from recipes.test_training import final_tensors
+from small_models import small_autoencoder
 
 from stillhouse.data import Columns, ControlConfig, DataConfig, ImageConfig, Parquet, Prepared
 from stillhouse.data import prepare as work
@@ -18,11 +19,14 @@ from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.trackers import read_log
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
+from stillhouse.models import Codec
 from stillhouse.objectives.configs import FlowConfig
 from stillhouse.pipelines import load_codec, load_denoiser
+from stillhouse.recipes import pictures
 from stillhouse.recipes.export.exporting import ExportRun, export
 from stillhouse.recipes.plan.planning import describe
 from stillhouse.recipes.preparing import PrepareRun, Task
+from stillhouse.recipes.report.report import report
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.telling import CaptionText, StoredText
@@ -37,8 +41,13 @@ COLUMNS = Columns(text="caption")
 
 
 @pytest.fixture(scope="module")
-def codec() -> str:
-    return str(weights_folder() / "taesd")
+def codec(request, tmp_path_factory) -> str:
+    """TAESD, which gives latents, or where a test asks for it one that gives a distribution."""
+    if getattr(request, "param", "taesd") == "taesd":
+        return str(weights_folder() / "taesd")
+    folder = tmp_path_factory.mktemp("codec")
+    small_autoencoder(latent_channels=4).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +127,7 @@ def logged(config: TrainRun, key: str) -> list[float]:
     return [line[key] for line in read_log(config.out / "log.jsonl") if key in line]
 
 
+@pytest.mark.parametrize("codec", ["taesd", "gaussian"], indirect=True)
 def test_training_from_prepared_shards_equals_encoding_on_the_way(encoding, reading):
     run(encoding)
     run(reading)
@@ -130,12 +140,30 @@ def test_training_from_prepared_shards_equals_encoding_on_the_way(encoding, read
         torch.testing.assert_close(second[name_], value, rtol=0, atol=1e-5)
 
 
-def test_what_is_drawn_is_decoded_and_the_codec_goes_with_the_model(reading, tmp_path, codec):
+@pytest.fixture
+def decoded(monkeypatch) -> list[torch.Tensor]:
+    """All that a codec decodes in this test."""
+    found, decode = [], Codec.decode
+
+    def kept(self: Codec, latents: torch.Tensor) -> torch.Tensor:
+        found.append(decode(self, latents))
+        return found[-1]
+
+    monkeypatch.setattr(Codec, "decode", kept)
+    return found
+
+
+def test_what_is_drawn_is_decoded_and_the_codec_goes_with_the_model(
+    reading, tmp_path, codec, decoded
+):
     run(reading)
     network = load_denoiser(reading.out / "model").network
     assert network.data_shape == (4, SIDE // 8, SIDE // 8)
-    preview = Image.open(reading.out / "samples" / "images-000000000064.png")
-    assert min(preview.size) >= SIDE
+    preview = reading.out / "samples" / "images-000000000064.png"
+    pictures.save_tiles([pictures.to_pil(image) for image in decoded[-1]], tmp_path / "sheet.png")
+    assert decoded[-1].shape == (2, 3, SIDE, SIDE)
+    assert np.array_equal(Image.open(preview), Image.open(tmp_path / "sheet.png"))
+    assert pictures.data_uri(preview.read_bytes()) in report(reading.out).read_text()
     saved, given = load_codec(reading.out / "model"), load_codec(codec)
     for ours, theirs in zip(saved.parameters(), given.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -2,13 +2,24 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import warm
 from data.pictures import write_shards
+from PIL import Image
 
 from stillhouse.cli import main
-from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet, PointsConfig, Prepared
+from stillhouse.data import (
+    Columns,
+    DataConfig,
+    GlobalCrop,
+    ImageConfig,
+    LocalCrop,
+    Parquet,
+    PointsConfig,
+    Prepared,
+)
 from stillhouse.engine.ema import HalfLife
 from stillhouse.errors import UserError
 from stillhouse.objectives.configs import DenoisingConfig, FlowConfig, UniformTime
@@ -121,7 +132,9 @@ def test_stages_that_begin_with_another_model_are_shifted_from_its_size(config):
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-@pytest.mark.parametrize("flags", ["--images 100", "--data.image.size 64"])
+@pytest.mark.parametrize(
+    "flags", ["--images 100", "--data.image.size 64", "--crop local --crop.scale 3"]
+)
 def test_what_stages_say_is_not_said_for_the_whole_run(command, flags, capsys):
     dry = ["--dry-run"] if command == "train" else []
     words = [command, "cifar10-progressive", "--scale", "tiny", *flags.split(), *dry]
@@ -137,6 +150,52 @@ def test_stages_may_be_given_with_other_numbers(capsys):
     told = capsys.readouterr().out
     assert "1280 images in" in told
     assert "640 images in" not in told
+
+
+def cropped(config: TrainRun, crop) -> list[ImageConfig]:
+    """How the stages make their images."""
+    image = config.data.image.model_copy(update={"crop": crop})
+    data = config.data.model_copy(update={"image": image})
+    return [leg.data.image for leg in legs(changed(config, data=data))]
+
+
+def test_local_crops_are_at_the_scale_of_the_last_stage_which_sees_whole_images(config):
+    source = Image.fromarray(np.arange(32 * 32, dtype=np.uint16).astype(np.uint8).reshape(32, 32))
+    made = [image.apply(source.convert("RGB"), 0, 0) for image in cropped(config, LocalCrop())]
+    assert [pixels.shape for pixels, _ in made] == [(3, 8, 8), (3, 16, 16), (3, 32, 32)]
+    assert [layout.resized for _, layout in made] == [(32, 32)] * 3
+    assert np.array_equal(made[-1][0][0], np.asarray(source))
+
+
+def test_global_crops_show_whole_images_at_every_stage(config):
+    made = [
+        image.crop.sizes((image.size,) * 2, (64, 64)) for image in cropped(config, GlobalCrop())
+    ]
+    assert made == [(8, 8), (16, 16), (32, 32)]
+
+
+def test_a_stage_after_the_largest_sees_whole_images_too(config):
+    stages = (Stage(size=16, images=8), Stage(size=8, images=8))
+    assert [i.crop.scale for i in cropped(changed(config, stages=stages), LocalCrop())] == [1, 1]
+
+
+@pytest.mark.parametrize("words", [["--crop", "local"], ["--crop=local"]])
+def test_crops_have_a_short_name(words, capsys):
+    main(["train", "cifar10-progressive", "--scale", "tiny", *words, "--dry-run"])
+    shown = [line.split()[-1] for line in lines_of(capsys, "data.image.crop.scale")]
+    assert shown == ["2.0", "1.0"]
+    main(["train", "cifar10-dit", "--scale", "tiny", *words, "--crop.scale", "4", "--dry-run"])
+    assert [line.split()[-1] for line in lines_of(capsys, "data.image.crop.scale")] == ["4.0"]
+
+
+def lines_of(capsys, name: str) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(name)]
+
+
+def test_help_names_the_crops(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "cifar10-progressive", "--help"])
+    assert "--crop local or global" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_stages_may_have_shards_of_their_own(config):
@@ -163,6 +222,9 @@ def test_mistakes_are_said(config):
         legs(changed(config, network=Tuned()))
     with pytest.raises(ValueError, match="run_stages"):
         run(config)
+    shards = DataConfig(source=Prepared(path="z"), image=ImageConfig(crop=LocalCrop()))
+    with pytest.raises(UserError, match="not cropped any more: leave --crop out"):
+        shards.build(batch=8, seed=0)
 
 
 @pytest.mark.slow

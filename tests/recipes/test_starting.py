@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from data.pictures import write_shards
+from metrics.shared import weights_folder
 
 from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet
 from stillhouse.engine.ema import HalfLife
@@ -238,3 +239,72 @@ def test_schedulers_of_diffusers_start_a_shifted_process_at_a_finite_level():
     made = EulerDiscreteScheduler.from_config(config)
     made.set_timesteps(4)
     assert made.sigmas[0].isfinite()
+
+
+# ---------------------------------------------------------------- codecs
+
+HEADS = {
+    f"model.{layer}.{part}"
+    for layer in ("pos_embed.proj", "proj_out_2")
+    for part in ("weight", "bias")
+}
+
+
+@pytest.fixture(scope="module")
+def taesd() -> str:
+    return str(weights_folder() / "taesd")
+
+
+@pytest.fixture(scope="module")
+def another(taesd, tmp_path_factory) -> str:
+    """A codec of the same shape, whose latents mean something else."""
+    from diffusers import AutoencoderTiny
+
+    folder, made = tmp_path_factory.mktemp("another"), AutoencoderTiny.from_pretrained(taesd)
+    with torch.no_grad():
+        made.encoder.layers[-1].weight.neg_()
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def of_codec(config: TrainRun, codec: str, **changes) -> TrainRun:
+    """At 64 pixels, which are 8 x 8 latents."""
+    data = config.data.model_copy(update={"image": ImageConfig(size=64)})
+    return changed(config, data=data, codec=codec, **changes)
+
+
+def fates(config: TrainRun) -> tuple[set[str], set[str]]:
+    """Names of what starts anew, and of all else."""
+    account = learner(config).account
+    fresh = {entry.name for entry in account.of("fresh")}
+    return fresh, {entry.name for fate in ("kept", "resampled") for entry in account.of(fate)}
+
+
+def test_for_another_codec_what_reads_and_writes_latents_starts_anew(
+    small, taesd, another, tmp_path, capsys
+):
+    before = of_codec(small, taesd, out=tmp_path / "before")
+    run(before)
+    begun = {"init_from": str(before.out / "model"), "out": tmp_path / "after"}
+    same, other = (of_codec(small, codec, **begun) for codec in (taesd, another))
+    nothing, kept = fates(same)
+    assert not nothing
+    assert kept > HEADS
+    assert fates(other) == (HEADS, kept - HEADS)
+    capsys.readouterr()
+    run(other)
+    told = capsys.readouterr().out
+    fresh = " ".join(line for line in told.splitlines() if line.startswith("fresh"))
+    assert all(name in fresh for name in HEADS)
+    assert "levels times 1\n" in told
+
+
+def test_from_pixels_to_latents_levels_follow_the_side_of_the_images(small, taesd, tmp_path):
+    run(small)  # 8 x 8 pixels
+    begun = {"init_from": str(small.out / "model"), "out": tmp_path / "after"}
+    here = of_codec(small, taesd, **begun)
+    fresh, kept = fates(here)
+    assert fresh == HEADS
+    assert "model.transformer_blocks.0.attn1.to_q.weight" in kept
+    assert shifted(here).process.shift == 64 / 8
+    assert shifted(changed(here, init=Carry(shift=False))).process.shift == 1

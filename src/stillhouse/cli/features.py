@@ -104,7 +104,8 @@ def _evaluate(words: Sequence[str]) -> None:
     record = run(config)
     if record:  # the first process
         print(summary(record))
-        print(f"see {config.out / 'pictures.png'} and {config.out / 'record.json'}")
+        left = ["pictures.png"] * bool(config.pictures) + ["record.json"]
+        print(f"see {' and '.join(str(config.out / name) for name in left)}")
 
 
 def _atlas(words: Sequence[str]) -> None:

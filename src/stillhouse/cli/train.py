@@ -1,6 +1,7 @@
 """`stillhouse train RECIPE`: see `recipes/train/training.py`, and `catalogue.py` beside it."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,13 +79,18 @@ def take_own_flags(words: list[str]) -> tuple[list[str], dict[str, str]]:
         elif flag in ("--scale", "--processes"):
             own[flag] = value if equals else next(stream, "")
         else:
-            rest.append(word)
+            rest.append(_in_full(word))
     if own.get("--scale", "full") not in ("tiny", "full"):
         raise UserError(f"--scale is tiny or full, not {own['--scale']!r}")
     processes = own.get("--processes", "1")
     if not processes.isdigit() or not int(processes):
         raise UserError(f"--processes is a number from 1 on, not {processes!r}")
     return rest, own
+
+
+def _in_full(word: str) -> str:
+    """--crop is short for --data.image.crop, as stillhouse prepare calls it."""
+    return re.sub(r"^--crop(?=[.=]|$)", "--data.image.crop", word)
 
 
 def recipe_or_file(name: str, scale: str) -> "TrainRun":
@@ -128,8 +134,9 @@ def _description() -> str:
 
     return (
         f"Train a recipe ({', '.join(RECIPES)}) or a run file (.yaml, .json). --scale tiny makes "
-        "it a minute long; --dry-run shows what would be done, with --processes N on so many. The "
-        "same command again resumes."
+        "it a minute long; --dry-run shows what would be done, with --processes N on so many; "
+        "--crop local or global, for pre-training at a low resolution, is short for "
+        "--data.image.crop. The same command again resumes."
     )
 
 

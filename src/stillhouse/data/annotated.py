@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 IGNORE = 255
 
+
+def spread(total: int, count: int = 0) -> Sequence[int]:
+    """Numbers of so many among all, evenly: files that lie side by side often show one place.
+
+    All of them where there are no more, or where the count is 0.
+    """
+    return [n * total // count for n in range(count)] if 0 < count < total else range(total)
+
+
 # ---------------------------------------------------------------- keypoints
 
 
@@ -145,6 +154,15 @@ class Masks:
     open: Callable[[int], "Image"]
     mask: Callable[[int], Tensor]  # [height, width] int64
 
+    def some(self, numbers: Sequence[int]) -> "Masks":
+        """These alone, numbered anew."""
+        return Masks(
+            self.classes,
+            [self.names[number] for number in numbers],
+            lambda n: self.open(numbers[n]),
+            lambda n: self.mask(numbers[n]),
+        )
+
 
 def read_pets(folder: Path, split: str = "test") -> Masks:
     """0 background, 1 pet."""
@@ -208,6 +226,8 @@ def _from_files(
 # ---------------------------------------------------------------- files
 
 
+WHOLE = "check the folder, in which the whole data set should be"
+
 KEYPOINTS: dict[str, Callable[[Path, str], Keypoints]] = {"spair": read_spair, "birds": read_birds}
 MASKS: dict[str, Callable[[Path, str], Masks]] = {
     "pets": read_pets,
@@ -227,7 +247,7 @@ def _parquet(folder: Path, split: str, columns: Sequence[str]) -> Any:
     """The rows of a split, images still encoded."""
     files = sorted(map(str, folder.glob(f"{split}*.parquet")))
     if not files:
-        raise UserError(f"{folder} holds no {split}*.parquet: check the folder and --split")
+        raise UserError(f"{folder} holds no {split}*.parquet: {WHOLE}")
     table = load("parquet", files, {})
     missing = [name for name in columns if name not in table.features]
     if missing:
@@ -243,7 +263,7 @@ def _parquet(folder: Path, split: str, columns: Sequence[str]) -> Any:
 def _files(folder: Path, pattern: str) -> list[Path]:
     found = sorted(folder.glob(pattern))
     if not found:
-        raise UserError(f"{folder} holds no {pattern}: check the folder and --split")
+        raise UserError(f"{folder} holds no {pattern}: {WHOLE}")
     return found
 
 

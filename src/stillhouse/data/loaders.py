@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stillhouse.config import Config
 from stillhouse.data.buckets import Buckets, NoBuckets
-from stillhouse.data.crops import ControlConfig
+from stillhouse.data.crops import ControlConfig, GlobalCrop, LocalCrop
 from stillhouse.data.faults import FaultConfig
 from stillhouse.data.indexed import IndexedLoader
 from stillhouse.data.loaded import Loader, Maker, State, WorkerStart
@@ -96,6 +96,11 @@ class DataConfig(Config):
             raise UserError(
                 "prepared latents are neither flipped nor sorted into shapes any more: give "
                 "--data.image.flip false and no --data.buckets; `stillhouse prepare --flip` flips"
+            )
+        if isinstance(self.image.crop, GlobalCrop | LocalCrop):
+            raise UserError(
+                "prepared latents are not cropped any more: leave --crop out; "
+                "`stillhouse prepare --crop` crops"
             )
         return LatentMaker(self.image, self.columns, seed, self.control, self.source.index)
 

@@ -1,11 +1,13 @@
 """`Extractor`: activations of a denoiser as features of images.
 
-    features = Extractor(denoiser, ["up-level1-repeat2-res-out"], sigma=0.3).extract(x, key=[0, 1])
+    features = Extractor(denoiser, ["up-level1-repeat2-res-out"], t=50).extract(x, key=[0, 1])
 
 The image is noised to the level sigma, x + sigma * noise, and the network run once, as far as the
 last wanted activation. The noise of an image follows from its key, the seed and the level alone.
+`stillhouse.recipes.features.Features` does the same for pictures and prompts.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,13 +16,16 @@ from torch import Tensor, nn
 from stillhouse.errors import UserError
 from stillhouse.features.catalogue import catalogue, look_up
 from stillhouse.features.hooks import read
-from stillhouse.process import Condition, NetworkDenoiser, keyed_normal
+from stillhouse.process import Condition, NetworkDenoiser, Scaling, keyed_normal
+
+Levels = float | Sequence[float] | Tensor
 
 
 class Extractor:
     """Features at their own resolution: id -> [B, C, H, W], in the network's dtype.
 
-    `sigma` is one noise level, or several, run together: then id -> [B, levels, C, H, W].
+    The noise level is `sigma`, or that of the timestep `t` of the model's own process; one, or
+    several, run together: then id -> [B, levels, C, H, W].
     """
 
     def __init__(
@@ -28,18 +33,17 @@ class Extractor:
         denoiser: NetworkDenoiser,
         ids: Sequence[str],
         *,
-        sigma: float | Sequence[float] | Tensor,
+        sigma: Levels | None = None,
+        t: Levels | None = None,
         early_stop: bool = True,
     ) -> None:
         self.denoiser = denoiser
         self.model = inner_model(denoiser)
         self.catalogue = catalogue(self.model)
         self.activations = look_up(self.catalogue, ids)
-        levels = torch.as_tensor(sigma, dtype=torch.float64)
+        levels = _levels(denoiser.scaling, sigma, t)
         self.several = levels.ndim > 0
         self.sigmas: list[float] = levels.flatten().tolist()
-        if levels.ndim > 1 or not self.sigmas or not min(self.sigmas) >= 0:
-            raise UserError(f"sigma is one noise level or a row of them, from 0 up, not {sigma}")
         self.early_stop = early_stop
 
     def extract(
@@ -74,6 +78,24 @@ class Extractor:
         purpose = f"features/{sigma:.6g}"
         noise = keyed_normal(x.shape[1:], key, seed=seed, purpose=purpose)
         return x + sigma * noise.to(x)
+
+
+def _levels(scaling: Scaling, sigma: Levels | None, t: Levels | None) -> Tensor:
+    """One noise level, or a row of them."""
+    if sigma is not None and t is None:
+        return _row(sigma, math.inf, "sigma is one noise level or a row of them, from 0 up")
+    if t is not None and sigma is None:
+        most = scaling.time_max
+        return scaling.sigma_at(_row(t, most, f"t is a timestep or a row of them, 0 to {most:g}"))
+    raise UserError("how noisy the images are made is said once: give either sigma or t")
+
+
+def _row(given: Levels, most: float, rule: str) -> Tensor:
+    values = torch.as_tensor(given, dtype=torch.float64)
+    inside = bool(((values >= 0) & (values <= most)).all())
+    if values.ndim > 1 or not values.numel() or not inside:
+        raise UserError(f"{rule}, not {given}")
+    return values
 
 
 def inner_model(denoiser: nn.Module) -> nn.Module:

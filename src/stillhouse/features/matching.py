@@ -37,11 +37,10 @@ def similarity(
     """
     if len(source) != len(target) or not source:
         raise ValueError(f"maps in pairs, not {len(source)} and {len(target)}")
-    (across, down), (width, height) = sizes
-    places = (points.to(source[0].device, torch.float32) + 0.5) / points.new_tensor(
-        [across, down], dtype=torch.float32
-    )
-    total = torch.zeros(len(points), height, width, device=source[0].device)
+    seen, (width, height) = sizes
+    device = source[0].device
+    places = (points.to(device, torch.float32) + 0.5) / torch.tensor(seen, device=device)
+    total = torch.zeros(len(points), height, width, device=device)
     for one, other in zip(source, target, strict=True):
         wanted = normalize(features_at(one[None], places[None]), dim=1)
         total += _cosines(wanted, other.float(), (height, width))

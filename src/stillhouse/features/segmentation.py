@@ -22,6 +22,7 @@ from stillhouse.process import keyed_uniform
 
 IGNORE = 255
 ROWS = 16  # lines of an image that are read at a time
+CHANNELS = 64  # in float32 at a time
 
 MakeHead = Callable[[int, int], nn.Module]  # channels, classes
 
@@ -114,22 +115,27 @@ def fit(
     lr: float = 1e-3,
     seed: int = 0,
 ) -> Ensemble:
-    """Learns from labelled pixels [N, C] and [N]; members differ by their start and their order."""
+    """Learns from labelled pixels [N, C] and [N]; members differ by their start and their order.
+
+    Rows may be float16. No copy is made of them: they are standardised a batch at a time.
+    """
     if len(rows) < 2:
         raise UserError("a head learns from two labelled pixels or more: are all of them ignored?")
-    mean, deviation = rows.mean(0), rows.std(0).clamp(min=1e-6)
-    x = (rows - mean) / deviation
+    parts = rows.split(CHANNELS, dim=1)
+    mean = torch.cat([part.float().mean(0) for part in parts])
+    deviation = torch.cat([part.float().std(0) for part in parts]).clamp(min=1e-6)
     heads = [
-        _fit_one(make, x, labels, classes, steps, batch, lr, seed * 1000 + member)
-        for member in range(members)
+        _fit_one(make, rows, labels, (mean, deviation), classes, steps, batch, lr, seed * 1000 + n)
+        for n in range(members)
     ]
     return Ensemble(heads, mean, deviation).eval()
 
 
 def _fit_one(
     make: MakeHead,
-    x: Tensor,
+    rows: Tensor,
     labels: Tensor,
+    scale: tuple[Tensor, Tensor],
     classes: int,
     steps: int,
     batch: int,
@@ -138,13 +144,15 @@ def _fit_one(
 ) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = make(x.shape[1], classes).to(x.device)
+        head = make(rows.shape[1], classes).to(rows.device)
+    mean, deviation = scale
     order = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.Adam(head.parameters(), lr=lr)
     for _ in range(steps):
         # A batch norm needs two rows; with more than there are, some come twice.
-        chosen = torch.randint(len(x), (max(2, batch),), generator=order).to(x.device)
-        loss = cross_entropy(head(x[chosen]), labels[chosen])
+        chosen = torch.randint(len(rows), (max(2, batch),), generator=order).to(rows.device)
+        x = (rows[chosen].float() - mean) / deviation
+        loss = cross_entropy(head(x), labels[chosen])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -30,18 +30,18 @@ from stillhouse.process import Scaling
 
 @dataclass(frozen=True)
 class Selection:
-    """Activations that go together, at the timestep and size that they were chosen for."""
+    """Activations that go together, at the timestep that they were chosen for."""
 
     ids: tuple[str, ...]
     time: float
-    pixels: int
 
     def sigma(self, scaling: Scaling) -> float:
         """The noise level of that timestep in a model's own process."""
         return float(scaling.sigma_at(torch.tensor(self.time, dtype=torch.float64)))
 
 
-# Timestep 50 everywhere; the sampler of SD 1.5 counts one step twice, which makes it 51.
+# For images of 512 and 1024 pixels, the models' own. Timestep 50 everywhere; the sampler of SD 1.5
+# counts one step twice, which makes it 51.
 SELECTIONS: dict[str, Selection] = {
     "sd15": Selection(
         (
@@ -51,7 +51,6 @@ SELECTIONS: dict[str, Selection] = {
             "up-level3-repeat0-vit-block0-self-k",
         ),
         time=51,
-        pixels=512,
     ),
     "sdxl": Selection(
         (
@@ -61,7 +60,6 @@ SELECTIONS: dict[str, Selection] = {
             "up-level1-repeat0-vit-block0-out",
         ),
         time=50,
-        pixels=1024,
     ),
     "legacy-sd15": Selection(
         (
@@ -71,12 +69,10 @@ SELECTIONS: dict[str, Selection] = {
             "up-level3-repeat2-vit-out",
         ),
         time=51,
-        pixels=512,
     ),
     "legacy-sdxl": Selection(
         ("up-level0-upsampler-out", "up-level1-upsampler-out", "up-level2-repeat2-res-out"),
         time=50,
-        pixels=1024,
     ),
 }
 

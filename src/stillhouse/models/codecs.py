@@ -33,6 +33,8 @@ AUTOENCODERS: dict[str, str] = {
     "VQModel": "block_out_channels",
 }
 Mode = Literal["mean", "sample"]
+LARGE = 1024  # pixels a side up to which images are decoded whole, if nothing else is said
+OVERLAP = 0.25
 
 
 class Moments(NamedTuple):
@@ -107,16 +109,22 @@ class Codec(nn.Module):
         self.latent_shape(tuple(images.shape[1:]))
         weights = next(self.autoencoder.parameters())
         with exactly(weights.device):
-            native = self._in_tiles(self._encode, images.to(weights), inward=self.downscale)
+            native = self._in_tiles(
+                self._encode, images.to(weights), self.tiles, inward=self.downscale
+            )
             mean, *deviation = native.split(self.latent_channels, 1)
             std = deviation[0] * self.scale.abs() if deviation else None
             return Moments((mean - self.shift) * self.scale, std)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images in float32, in [-1, 1] up to the decoder's own overshoot."""
+        """Images in float32, in [-1, 1] up to the decoder's own overshoot.
+
+        Those of more than `LARGE` pixels a side are made in tiles of that size.
+        """
         weights = next(self.autoencoder.parameters())
         native = (latents.to(self.scale) / self.scale + self.shift).to(weights)
-        return self._in_tiles(self._decode, native, outward=self.downscale)
+        tiles = self.tiles or self._tiles(LARGE, OVERLAP)
+        return self._in_tiles(self._decode, native, tiles, outward=self.downscale)
 
     def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Of images of this shape, channels first."""
@@ -152,32 +160,40 @@ class Codec(nn.Module):
 
     # ------------------------------------------------------------ large images
 
-    def enable_tiling(self, side: int = 512, overlap: float = 0.25) -> "Codec":
+    def enable_tiling(self, side: int = 512, overlap: float = OVERLAP) -> "Codec":
         """Images with more pixels a side than this go through in overlapping squares, blended.
 
         Memory then follows the square, not the image. diffusers' own tiling is not used: that of
         `AutoencoderTiny` takes 4 latent channels only, that of an `AutoencoderDC` with a downscale
         of 128 gives 7 x 7 latents instead of 8 x 8, and the others have none or the same thing.
         """
+        self.tiles = self._tiles(side, overlap)
+        return self
+
+    def _tiles(self, side: int, overlap: float) -> Tiles:
         whole = side // self.downscale
         if whole < 2 or not 0 <= overlap < 1:
             raise ValueError(
                 f"tiles of {side} pixels that share {overlap}: this codec takes at least "
                 f"{2 * self.downscale} pixels and a share within [0, 1)"
             )
-        self.tiles = Tiles(whole, min(round(whole * overlap), whole - 1))
-        return self
+        return Tiles(whole, min(round(whole * overlap), whole - 1))
 
+    @staticmethod
     def _in_tiles(
-        self, function: Callable[[Tensor], Tensor], x: Tensor, inward: int = 1, outward: int = 1
+        function: Callable[[Tensor], Tensor],
+        x: Tensor,
+        tiles: Tiles | None,
+        inward: int = 1,
+        outward: int = 1,
     ) -> Tensor:
         """`inward` and `outward` are the pixels of input and output per pixel of the latents."""
         height, width = (side // inward for side in x.shape[-2:])
-        if self.tiles is None or max(height, width) <= self.tiles.side:
+        if tiles is None or max(height, width) <= tiles.side:
             return function(x)
         whole = None
-        for down, tall in _spans(height, self.tiles, outward):
-            for across, wide in _spans(width, self.tiles, outward):
+        for down, tall in _spans(height, tiles, outward):
+            for across, wide in _spans(width, tiles, outward):
                 done = function(x[..., _times(down, inward), _times(across, inward)])
                 if whole is None:
                     whole = done.new_zeros(*done.shape[:2], height * outward, width * outward)

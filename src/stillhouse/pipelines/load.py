@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stillhouse.errors import UserError
+from stillhouse.errors import UserError, one_line
 from stillhouse.models import NETWORKS, Codec, DiffusersNetwork
 from stillhouse.models.codecs import AUTOENCODERS
 from stillhouse.models.conditioning import Conditioning, Parts, conditioned
 from stillhouse.models.networks import attended_width
-from stillhouse.pipelines.schedules import read_schedule
+from stillhouse.pipelines.schedules import Trained, read_schedule
 from stillhouse.process import NetworkDenoiser
 
 NETWORK_FOLDERS = ("unet", "transformer")
@@ -53,6 +53,7 @@ HUB_FILES = [
     ),
 ]
 CODEC_FILES = [name for name in HUB_FILES if not name.startswith(("unet/", "transformer/"))]
+CONFIG_FILES = ["*.json"]
 HUB_SKIPPED = ["*.non_ema.*", "*.non_ema-*"]
 
 
@@ -87,16 +88,25 @@ def load_denoiser(
     """
     folder = resolve_folder(path_or_hub_id)
     parts = _find_parts(folder)
-    config = read_json(parts.scheduler)
-    try:
-        trained = read_schedule(config)
-    except ValueError as error:
-        raise UnreadableCheckpoint(f"{parts.scheduler} cannot be used: {error}.") from error
+    trained = _read_trained(parts.scheduler)
     model = _load_network(parts.network, dtype).to(device)
     null = read_facts(parts.network).get("null_label")
     conditioning = _load_conditioning(parts.network, model, dtype)
     conditioning = None if conditioning is None else conditioning.to(device)
     network = DiffusersNetwork(model, null if isinstance(null, int) else None, conditioning)
+    return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip).eval()
+
+
+def load_outline(path_or_hub_id: str | Path) -> NetworkDenoiser:
+    """The same from config files alone, on the meta device: shapes and names, but no weights.
+
+    It does not know what only the weights' files say: the label for no class, a `Conditioning`.
+    """
+    parts = _find_parts(resolve_folder(path_or_hub_id, CONFIG_FILES))
+    trained = _read_trained(parts.scheduler)
+    model = _from_config(parts.network, LOADABLE)
+    _check_network(parts.network, model)
+    network = DiffusersNetwork(model)
     return NetworkDenoiser(network, trained.scaling, trained.prediction, clip=trained.clip).eval()
 
 
@@ -221,8 +231,21 @@ def _pipeline_parts(folder: Path) -> Places:
     return Places(folder / present[0], scheduler)
 
 
+def _read_trained(scheduler: Path) -> Trained:
+    config = read_json(scheduler)
+    try:
+        return read_schedule(config)
+    except ValueError as error:
+        raise UnreadableCheckpoint(f"{scheduler} cannot be used: {error}.") from error
+
+
 def _load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
     model = _from_pretrained(folder, LOADABLE, dtype)
+    _check_network(folder, model)
+    return model
+
+
+def _check_network(folder: Path, model: Any) -> None:
     if not {base.__name__ for base in type(model).__mro__} & NETWORKS.keys():
         known = ", ".join(sorted(NETWORKS))
         raise UnreadableCheckpoint(
@@ -234,7 +257,6 @@ def _load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
             f"{folder} holds a network that takes {taken} channels and predicts {given}: it needs "
             "another image beside the noise, which is not supported."
         )
-    return model
 
 
 def _load_conditioning(folder: Path, model: nn.Module, dtype: torch.dtype) -> Conditioning | None:
@@ -274,13 +296,36 @@ def _class(name: str) -> Any:
     return getattr(import_module(home), name)
 
 
-def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
-    from diffusers.utils import logging
-
+def _class_name(folder: Path, known: set[str]) -> str:
     name = str(read_json(folder / "config.json").get("_class_name"))
     if name not in known:
         supported = ", ".join(sorted(known))
         raise UnreadableCheckpoint(f"{folder} holds a {name}; supported: {supported}.")
+    return name
+
+
+def _from_config(folder: Path, known: set[str]) -> Any:
+    """On the meta device."""
+    from diffusers.utils import logging
+
+    name = _class_name(folder, known)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with torch.device("meta"):
+            return _class(name).from_config(read_json(folder / "config.json"))
+    except Exception as error:  # whatever a class makes of strange values
+        raise UnreadableCheckpoint(
+            f"the config of the {name} in {folder} cannot be used ({one_line(error)})."
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _from_pretrained(folder: Path, known: set[str], dtype: torch.dtype) -> Any:
+    from diffusers.utils import logging
+
+    name = _class_name(folder, known)
     variant, _ = _find_weights(folder)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, not {dtype!r}")

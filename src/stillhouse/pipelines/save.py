@@ -123,17 +123,21 @@ def _is_whole(part: Path) -> bool:
     return part.name.startswith(WEIGHTLESS) or any(part.glob("*.safetensors"))
 
 
+def copied_files(part: Path) -> list[Path]:
+    """What goes with a fine-tuned network, of another part of its pipeline."""
+    files = [p for p in part.iterdir() if p.is_file() and p.suffix in COPIED]
+    plain = [p for p in files if ".fp16" not in p.name and ".non_ema" not in p.name]
+    # The same in half precision is not needed.
+    return plain if any(p.suffix == ".safetensors" for p in plain) else files
+
+
 def _copy_part(source: Path, target: Path) -> None:
     if target.is_dir():
         return
-    files = [p for p in source.iterdir() if p.is_file() and p.suffix in COPIED]
-    plain = [p for p in files if ".fp16" not in p.name and ".non_ema" not in p.name]
-    if any(p.suffix == ".safetensors" for p in plain):  # the same in half precision is not needed
-        files = plain
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for file in files:
+    for file in copied_files(source):
         _link_or_copy(file.resolve(), partial / file.name)
     partial.rename(target)
 

@@ -27,7 +27,7 @@ from stillhouse.recipes.features.atlas_page import SHELL, STYLE
 from stillhouse.recipes.features.images import Pictures, open_pictures
 from stillhouse.recipes.features.info import shape_words
 from stillhouse.recipes.features.reading import Chosen, FeatureModel, Reading, load_model, pool
-from stillhouse.recipes.features.selecting import rule_reason, scores_of
+from stillhouse.recipes.features.selecting import OneLevel, rule_reason, scores_of
 from stillhouse.recipes.pictures import data_uri, png_of
 
 SCORES = {"eta": "noise", "eta_hi": "fine noise", "kappa": "detail", "position": "place"}
@@ -40,6 +40,8 @@ SCALE = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
 class AtlasRun(Reading):
     """A page about a model's activations."""
 
+    sigma: OneLevel = ()
+    """The noise level; if not given, timestep 50."""
     images: str = ""
     """A folder of images, a data set (cifar10, pets:test), Parquet files or tars."""
     columns: Columns = Columns()

@@ -30,8 +30,8 @@ class ExtractRun(Reading):
     """Of data sets that are given as files."""
     count: NonNegativeInt = 0
     """The first so many images; 0: all."""
-    shard: PositiveInt = 256
-    """Images in a file."""
+    shard: PositiveInt = 64
+    """Images in a file; a process holds a file's features some three times in memory."""
     store: Store = "float16"
     """Precision of what is stored."""
     out: Path = Path("features")

@@ -94,6 +94,12 @@ class Place:
         return MASKS[self.format](self.folder, SPLITS[self.format][which == "test"])
 
 
+def check_whole(fit: str) -> None:
+    """Points and masks of a picture are looked up in what the network has seen of all of it."""
+    if fit != "squash":
+        raise UserError(f"annotations lie on whole pictures: leave out --fit {fit}")
+
+
 def find_place(name: str, format: Format = "auto") -> Place:
     """By path, or by the name of a folder below $STILLHOUSE_DATA."""
     folder = Path(name).expanduser() if name else Path("nowhere")

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-import torch
-
 from stillhouse.features.activation import Activation
 from stillhouse.features.selection import candidates, keep_by_rule
 from stillhouse.features.store import INDEX, StoredFeatures
-from stillhouse.recipes.features.reading import FeatureModel, Reading, load_model
+from stillhouse.recipes.features.reading import Outline, Reading, read_outline
 
 
 class InfoRun(Reading):
@@ -24,7 +22,7 @@ def run(config: InfoRun) -> str:
     folder = Path(config.model).expanduser()
     if config.model and (folder / INDEX).is_file():
         return "\n".join(_stored(StoredFeatures(folder)))
-    return "\n".join(_activations(load_model(config, torch.device("cpu")), config.match))
+    return "\n".join(_activations(read_outline(config), config.match))
 
 
 def _stored(found: StoredFeatures) -> Iterator[str]:
@@ -39,7 +37,7 @@ def _stored(found: StoredFeatures) -> Iterator[str]:
         yield f"  {name}  {' x '.join(map(str, shape))}"
 
 
-def _activations(model: FeatureModel, pattern: str) -> Iterator[str]:
+def _activations(model: Outline, pattern: str) -> Iterator[str]:
     known = model.known
     pool = candidates(known)
     kept = set(keep_by_rule(known, pool))

@@ -13,16 +13,15 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from stillhouse import __version__
-from stillhouse.data.annotated import Keypoints, Masks, Pair
+from stillhouse.data.annotated import Keypoints, Masks, Pair, spread
 from stillhouse.engine.world import World, world
-from stillhouse.errors import UserError
 from stillhouse.features.matching import Window, match
 from stillhouse.features.segmentation import HEADS, Ensemble, fit, labelled_pixels, pixel_features
 from stillhouse.features.store import StoredFeatures
@@ -31,11 +30,12 @@ from stillhouse.metrics.iou import Confusion
 from stillhouse.metrics.pck import KeypointScore, are_right
 from stillhouse.recipes.features.drawing import Shown, draw_matches, draw_segments
 from stillhouse.recipes.features.extracting import extract
-from stillhouse.recipes.features.images import Format, Pictures, Place, find_place
+from stillhouse.recipes.features.images import Format, Pictures, Place, check_whole, find_place
 from stillhouse.recipes.features.reading import Reading
 from stillhouse.recipes.progress import progress_bar
 
 FEW = 30  # labelled images, and as many to judge by
+BATCH, STEPS, PASSES = 256, 1000, 10  # of a head: pixels at a time, how often at least
 
 Record = dict[str, Any]
 
@@ -49,19 +49,21 @@ class TaskRun(Reading):
     format: Format = "auto"
     """Of its annotations."""
     count: NonNegativeInt = 0
-    """Pairs, or images to judge by; 0: all, of few-labels 30."""
+    """Pairs, or images to judge by, evenly over the test split; 0: all, of few-labels 30."""
     train_count: NonNegativeInt = 0
-    """Labelled images to learn from; 0: all, of few-labels 30."""
-    alphas: tuple[float, ...] = (0.1, 0.05)
+    """Labelled images to learn from, evenly over the training split; 0: all, of few-labels 30."""
+    alphas: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (0.1, 0.05)
     """Thresholds of PCK."""
     window: NonNegativeInt = 0
     """Correspondence: pixels around the best that a soft answer is taken from; 0: the best."""
     temperature: float = Field(default=0.02, gt=0)
     """Of the soft answer."""
     pixels: PositiveInt = 500
-    """Labelled pixels of each image to learn from."""
-    steps: PositiveInt = 1000
-    """Of each head."""
+    """Labelled pixels of each image to learn from, at most."""
+    most_pixels: PositiveInt = 200_000
+    """Of all images together, which share them: memory is 2 bytes times the channels for each."""
+    steps: NonNegativeInt = 0
+    """Of each head, with 256 pixels each; 0: ten times through all of them, 1000 at least."""
     members: PositiveInt = 10
     """Heads that vote in few-labels."""
     pictures: NonNegativeInt = 6
@@ -71,6 +73,7 @@ class TaskRun(Reading):
 
 def run(config: TaskRun) -> Record:
     """The record (at the first process)."""
+    check_whole(config.fit)
     place = find_place(config.data, config.format)
     with world(config.device) as here:
         work = _correspondence if config.task == "correspondence" else _segmentation
@@ -101,8 +104,7 @@ def _conclude(config: TaskRun, stored: StoredFeatures, results: Record) -> Recor
 def _correspondence(config: TaskRun, place: Place, here: World) -> Record:
     data = place.keypoints()
     pairs = [pair for pair in data.pairs if len(pair.source.points)]
-    if config.count:  # spread over all, not the first ones only
-        pairs = pairs[:: max(1, len(pairs) // config.count)][: config.count]
+    pairs = [pairs[number] for number in spread(len(pairs), config.count)]
     some = Keypoints.of(pairs, data.open)
     pictures = Pictures(
         config.data, some.names, lambda n: some.open(some.names[n]), place.fingerprint
@@ -181,21 +183,28 @@ def _shown(data: Keypoints, pair: Pair, found: Tensor, alpha: float) -> Shown:
 
 def _segmentation(config: TaskRun, place: Place, here: World) -> Record:
     few = FEW if config.task == "few-labels" else 0
-    sets: dict[str, tuple[Masks, StoredFeatures | None]] = {}
-    counts = {"train": config.train_count or few, "test": config.count or few}
-    for which in ("train", "test"):
-        masks = place.masks(which)
-        total = min(counts[which] or len(masks.names), len(masks.names))
-        pictures = Pictures(
-            f"{config.data} {which}", masks.names[:total], masks.open, place.fingerprint
-        )
-        sets[which] = masks, extract(config, pictures, here, config.out / "features" / which)
-    (train, seen), (test, judged) = sets["train"], sets["test"]
-    if seen is None or judged is None:
+    train, seen = _labelled(config, place, "train", config.train_count or few, here)
+    test, judged = _labelled(config, place, "test", config.count or few, here)
+    # Learnt once, so that all processes judge by the same head.
+    learnt = _learn(config, train, seen, here.device).cpu() if here.rank == 0 else None
+    head = here.gather(learnt)[0]
+    assert head is not None
+    results = _judge(config, test, judged, head.to(here.device), here)
+    if here.rank:
         return {}
-    head = _learn(config, train, seen, here.device)
-    results = _judge(config, test, judged, head, here.device)
     return _conclude(config, judged, {"train_images": len(seen), **results})
+
+
+def _labelled(
+    config: TaskRun, place: Place, which: Literal["train", "test"], count: int, here: World
+) -> tuple[Masks, StoredFeatures]:
+    """So many images of a split, and what was read of them."""
+    whole = place.masks(which)
+    masks = whole.some(spread(len(whole.names), count))
+    pictures = Pictures(f"{config.data} {which}", masks.names, masks.open, place.fingerprint)
+    folder = config.out / "features" / which
+    extract(config, pictures, here, folder)
+    return masks, StoredFeatures(folder)
 
 
 def _maps(stored: StoredFeatures, number: int, device: torch.device) -> list[Tensor]:
@@ -203,38 +212,56 @@ def _maps(stored: StoredFeatures, number: int, device: torch.device) -> list[Ten
 
 
 def _learn(config: TaskRun, masks: Masks, stored: StoredFeatures, device: torch.device) -> Ensemble:
-    rows, labels = [], []
-    for number in range(len(stored)):
-        mask = masks.mask(number)
-        pixels, label = labelled_pixels(mask, config.pixels, key=number, seed=config.seed)
-        size = (mask.shape[1], mask.shape[0])
-        rows.append(pixel_features(_maps(stored, number, device), pixels, size))
-        labels.append(label.to(device))
+    rows, labels = _rows(config, masks, stored, device)
     few = config.task == "few-labels"
     return fit(
         HEADS["mlp" if few else "linear"],
-        torch.cat(rows),
-        torch.cat(labels),
+        rows,
+        labels,
         masks.classes,
         members=config.members if few else 1,
-        steps=config.steps,
+        steps=config.steps or max(STEPS, PASSES * len(rows) // BATCH),
+        batch=BATCH,
         lr=1e-3 if few else 1e-2,
         seed=config.seed,
     )
 
 
+def _rows(
+    config: TaskRun, masks: Masks, stored: StoredFeatures, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Features of labelled pixels [N, C] and their labels [N], in memory that is taken once."""
+    count = min(config.pixels, max(1, config.most_pixels // len(stored)))
+    channels = sum(shape[0] for shape in stored.shapes.values())
+    rows = torch.empty(len(stored) * count, channels, device=device, dtype=torch.float16)
+    labels, filled = torch.empty(len(rows), dtype=torch.int64, device=device), 0
+    for number in range(len(stored)):
+        mask = masks.mask(number)
+        pixels, label = labelled_pixels(mask, count, key=number, seed=config.seed)
+        size = (mask.shape[1], mask.shape[0])
+        place = slice(filled, filled + len(label))
+        rows[place] = pixel_features(_maps(stored, number, device), pixels, size)
+        labels[place] = label.to(device)
+        filled += len(label)
+    return rows[:filled], labels[:filled]
+
+
 def _judge(
-    config: TaskRun, masks: Masks, stored: StoredFeatures, head: Ensemble, device: torch.device
+    config: TaskRun, masks: Masks, stored: StoredFeatures, head: Ensemble, here: World
 ) -> Record:
+    """Of all images, of which each process takes its share."""
     sums, drawn = Confusion(masks.classes), []
-    with progress_bar("masks", len(stored), "images") as advance:
-        for number in range(len(stored)):
+    mine = range(here.rank, len(stored), here.size)
+    with progress_bar("masks", len(mine), "images", shown=here.rank == 0) as advance:
+        for number in mine:
             mask = masks.mask(number)
-            found = head.segment(_maps(stored, number, device), (mask.shape[1], mask.shape[0]))
-            sums.update(found.cpu(), mask)
-            if len(drawn) < config.pictures:
-                drawn.append((masks.open(number), mask, found.cpu()))
+            size = (mask.shape[1], mask.shape[0])
+            found = head.segment(_maps(stored, number, here.device), size).cpu()
+            sums.update(found, mask)
+            if here.rank == 0 and len(drawn) < config.pictures:
+                drawn.append((masks.open(number), mask, found))
             advance(1)
+    sums.counts = here.sum(sums.counts).long()
     if drawn:
         draw_segments(drawn, config.out / "pictures.png")
     iou = [None if value != value else value for value in sums.iou().tolist()]
@@ -258,8 +285,6 @@ def summary(record: Record) -> str:
             f"pixels right ({results['train_images']} images to learn from, "
             f"{results['test_images']} to judge by)"
         )
-    if not results["pck"]:
-        raise UserError("no threshold was given: --alphas 0.1")
     lines = [f"{results['pairs']} pairs, {results['points']} points; in brackets the same place"]
     for alpha, found in results["pck"].items():
         base = results["same_place"][alpha]

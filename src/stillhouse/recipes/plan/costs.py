@@ -35,12 +35,12 @@ from stillhouse.recipes.plan.shadows import (
     shadow,
     told_tokens,
 )
+from stillhouse.recipes.plan.stored import COUNTED, checkpoint, exported
 from stillhouse.recipes.prompting import PipelineText
 from stillhouse.recipes.telling import CaptionText
 from stillhouse.recipes.train.training import TrainRun
 from stillhouse.recipes.train.tuning import fitted
 
-COUNTED = "counted"
 BYTES = {"float32": 4, "float16": 2}
 
 
@@ -309,12 +309,12 @@ def storage(found: Planned) -> Iterator[Line]:
     section = "storage"
     if found.codec is not None:
         yield from _shards(found, place.dataset or config.images)
-    # Of adapters (LoRA) only they are stored: what they are added to is in the pipeline.
-    one = 4 * found.trained * (3 + len(config.averages)) / 1e9
+    network = shadow(config)
+    one, model = checkpoint(config, network), exported(config, network, found.codec)
     kept = config.keep_last + (config.images // config.keep_every if config.keep_every else 0)
-    yield Line(section, "a checkpoint", one, "GB", COUNTED)
-    yield Line(section, f"checkpoints, {kept} kept", one * kept, "GB", COUNTED)
-    yield Line(section, "the exported model", 4 * found.trained / 1e9, "GB", COUNTED)
+    yield Line(section, "a checkpoint", one.size / 1e9, "GB", one.how)
+    yield Line(section, f"checkpoints, {kept} kept", one.size * kept / 1e9, "GB", one.how)
+    yield Line(section, "the exported model", model.size / 1e9, "GB", model.how)
 
 
 def _shards(found: Planned, images: int) -> Iterator[Line]:

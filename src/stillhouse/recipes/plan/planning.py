@@ -12,7 +12,9 @@ from torch import nn
 
 from stillhouse.engine.loop import check_shared
 from stillhouse.engine.world import World
+from stillhouse.recipes.latents import build_codec
 from stillhouse.recipes.plan.shadows import Footprint, footprint, measure, shadow
+from stillhouse.recipes.plan.stored import checkpoint, exported
 from stillhouse.recipes.train.measuring import Evaluation
 from stillhouse.recipes.train.training import TrainRun
 from stillhouse.recipes.train.tuning import fitted
@@ -33,11 +35,11 @@ def describe(config: TrainRun, processes: int) -> str:
     found = asdict(memory(config, processes))
     lines += [f"  {name:<24} {size / GB:8.3f} GB" for name, size in found.items()]
     steps = -(-config.images // config.batch)
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    stored = 4 * trained * (3 + len(config.averages))
+    stored = checkpoint(config, network)
+    model = exported(config, network, build_codec(config, torch.device("cpu")))
     lines += ["", f"{config.images} images in {steps} steps of {config.batch}"]
     lines += [
-        f"a checkpoint takes {stored / GB:.3f} GB, the exported model {4 * trained / GB:.3f} GB"
+        f"a checkpoint takes {stored.size / GB:.3f} GB, the exported model {model.size / GB:.3f} GB"
     ]
     if isinstance(config.evaluation, Evaluation):
         lines += [_evaluations(config, config.evaluation)]

@@ -67,9 +67,8 @@ class Footprint:
 
 def footprint(config: TrainRun, step: Step, how: Spread) -> Footprint:
     trained = step.trained * (not how.offload)  # which keeps all of it on the host
-    moments = 2 * trained + 4 * step.tensors
-    if config.optim.kind == "adamw-8bit":  # a byte per number, and a float32 per 256 of them
-        moments = 2 * trained / 4 * (1 + 4 / 256)
+    counters = 4 * step.tensors * (config.optim.kind != "adamw-8bit")
+    optimiser = moments(config, trained) + counters
     weights = step.weights * (not how.offload)
     averages = len(config.averages) * trained
     # ddp keeps its gradients, in buckets, from step to step.
@@ -77,11 +76,18 @@ def footprint(config: TrainRun, step: Step, how: Spread) -> Footprint:
     return Footprint(
         weights=weights,
         gradients=step.gradients,
-        optimiser=moments,
+        optimiser=optimiser,
         averages=averages,
         activations=step.activations,
-        together=weights + moments + averages + peak,
+        together=weights + optimiser + averages + peak,
     )
+
+
+def moments(config: TrainRun, trained: float) -> float:
+    """Bytes of the optimiser's two, for so many bytes of weights in float32."""
+    if config.optim.kind == "adamw-8bit":  # a byte per number, and a float32 per 256 of them
+        return 2 * trained / 4 * (1 + 4 / 256)
+    return 2 * trained
 
 
 # ---------------------------------------------------------------- the network

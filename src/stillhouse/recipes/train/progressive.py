@@ -2,7 +2,8 @@
 
     RUN/16px/    a whole run          RUN/32px/    the next, carried over (see `starting`)
 
-Noise levels are those of the first stage times how much larger images have become.
+Noise levels are those of the first stage times how much larger images have become. Local crops are
+at the scale of the last stage, which so sees whole images.
 """
 
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 from pydantic import NonNegativeInt, PositiveInt
 
 from stillhouse.config import Config
+from stillhouse.data import LocalCrop
+from stillhouse.data.crops import Crop
 from stillhouse.errors import UserError
 from stillhouse.pipelines import read_facts
 
@@ -40,13 +43,17 @@ def check_flags(recipe: "TrainRun", config: "TrainRun") -> None:
         example = ", ".join(f'{{"size": {s.size}, "images": {s.images}}}' for s in config.stages)
         raise UserError(
             "the stages say how many images there are, and of which size: give --stages "
-            f"'[{example}]' with other numbers, and leave --images and --data.image.size out"
+            f"'[{example}]' with other numbers, and leave --images, --data.image.size and "
+            "--crop.scale out"
         )
 
 
-def _said(config: "TrainRun") -> tuple[int, int]:
-    """How many images, of which size; points have none."""
-    return config.images, 0 if config.data.kind == "points" else config.data.image.size
+def _said(config: "TrainRun") -> tuple[float, ...]:
+    """How many images, of which size, at which scale where crops are local; points have none."""
+    if config.data.kind == "points":
+        return (config.images,)
+    image = config.data.image
+    return config.images, image.size, getattr(image.crop, "scale", LocalCrop().scale)
 
 
 def legs(config: "TrainRun") -> list["TrainRun"]:
@@ -78,7 +85,8 @@ def at(stage: Stage, config: "TrainRun") -> "TrainRun":
     data = config.data
     if data.kind == "points":
         raise UserError("points have no resolution to begin low with: leave --stages out")
-    image = data.image.model_copy(update={"size": stage.size})
+    crop = _cropped(data.image.crop, config.stages[-1].size / stage.size)
+    image = data.image.model_copy(update={"size": stage.size, "crop": crop})
     source, held_out = data.source, config.validation.source
     if stage.shards:
         source = source.model_copy(update={"path": stage.shards})
@@ -95,6 +103,11 @@ def at(stage: Stage, config: "TrainRun") -> "TrainRun":
             "checkpoints": f"{config.checkpoints}/{stage.size}px" if config.checkpoints else "",
         }
     )
+
+
+def _cropped(crop: Crop, larger: float) -> Crop:
+    """Of a stage: a local crop is at the scale of the last, which is so many times as large."""
+    return LocalCrop(scale=max(1.0, larger)) if isinstance(crop, LocalCrop) else crop
 
 
 def run_stages(config: "TrainRun") -> "TrainRun":
