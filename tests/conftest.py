@@ -3,9 +3,13 @@
 `pytest -n 2 --dist loadfile --no-loadscope-reorder` hands out whole files in this order.
 """
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Ray's workers are nice by default: beside tests they would hardly be given the processor.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 LONG = ("resilience", "test_docs.py", "test_loop.py", "test_costs.py", "recipes", "benchmarks")
 
