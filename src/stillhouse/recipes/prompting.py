@@ -21,9 +21,9 @@ from stillhouse.pipelines.families import (
     family_of,
     whole_folder,
 )
-from stillhouse.pipelines.prompts import prompt_digest, spoken
+from stillhouse.pipelines.prompts import PromptEncoder, prompt_digest, spoken
 from stillhouse.process import Batch, Condition
-from stillhouse.recipes.encoded import encoded, encoded_captions
+from stillhouse.recipes.encoded import encoded, encoded_by, encoded_captions
 from stillhouse.recipes.telling import Data, Speech, Texts
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -111,6 +111,13 @@ class PipelineSpeech(Speech):
     def null(self) -> Condition:
         assert self.texts is not None
         return self.texts.told(self.texts.table.null, self.shape[-2:])
+
+    def saying(self, prompts: Sequence[str], encoder: PromptEncoder) -> "PipelineSpeech":
+        """Other prompts, encoded now; nothing is kept."""
+        assert self.texts is not None
+        table = encoded_by(encoder, tuple(dict.fromkeys([*prompts, ""])))
+        texts = replace(self.texts, table=table)
+        return replace(self, table=table, places=table.places(prompts), texts=texts)
 
 
 def pipeline_speech(

@@ -23,7 +23,6 @@ from stillhouse.pipelines import resolve_folder
 from stillhouse.pipelines.families import takes_prompts, whole_folder
 from stillhouse.pipelines.load import CONDITIONING, read_json
 from stillhouse.pipelines.prompts import PromptEncoder
-from stillhouse.recipes.encoded import encoded_by
 from stillhouse.recipes.features.reading import FeatureModel, Reading
 from stillhouse.recipes.judge.galleries import Drawn, Pixels
 from stillhouse.recipes.parts import ClassifierFree, NoGuidance, SolverName, solver
@@ -139,9 +138,7 @@ class Model:
     def _speech(self, prompt: str, control: tuple[str, ...], kinds: int) -> Speech:
         speech = self.subject.speech
         if isinstance(speech, PipelineSpeech) and speech.texts is not None:
-            table = encoded_by(self._prompts, tuple(dict.fromkeys([prompt, ""])))
-            texts = replace(speech.texts, table=table)
-            return replace(speech, table=table, places=table.places([prompt]), texts=texts)
+            return speech.saying([prompt], self._prompts)
         prompts = (prompt,) if self.takes_text else ()
         network: Any = self.reader.denoiser.network
         return speech_of(network.told, self.subject.shape, prompts, control, kinds)

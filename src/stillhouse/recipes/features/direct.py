@@ -21,7 +21,6 @@ from stillhouse.features.extractor import Extractor, Levels
 from stillhouse.features.selection import published
 from stillhouse.pipelines.families import whole_folder
 from stillhouse.pipelines.prompts import PromptEncoder
-from stillhouse.recipes.encoded import encoded_by
 from stillhouse.recipes.features.reading import Chosen, FeatureModel, Reading
 from stillhouse.recipes.prompting import PipelineSpeech
 from stillhouse.recipes.telling import Speech, speech_of
@@ -110,9 +109,7 @@ class Features:
         if speech is None or speech.table is None:
             raise UserError(f"{self.model.name} takes no prompts: leave them out")
         if isinstance(speech, PipelineSpeech) and speech.texts is not None:
-            table = encoded_by(self._encoder, tuple(dict.fromkeys([*prompts, ""])))
-            texts = replace(speech.texts, table=table)
-            return replace(speech, table=table, places=table.places(prompts), texts=texts)
+            return speech.saying(prompts, self._encoder)
         return speech_of(speech.parts, speech.shape, prompts, (), len(subject.labels))
 
     @cached_property

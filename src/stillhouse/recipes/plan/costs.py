@@ -18,7 +18,7 @@ from stillhouse.data.prepare.shard import Precision
 from stillhouse.data.prepare.units import usual_size
 from stillhouse.engine.sharding import Kind, Spread
 from stillhouse.errors import UserError
-from stillhouse.models import Codec
+from stillhouse.models import Codec, DiffusersNetwork
 from stillhouse.models.networks import attended_width
 from stillhouse.models.text import empty_encoder
 from stillhouse.pipelines.families import whole_folder
@@ -96,8 +96,16 @@ class Planned:
     device: Device | None
     ways: list[Way]
     codec: Codec | None
-    parameters: int
-    trained: int  # of them
+    network: DiffusersNetwork  # without storage
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.network.parameters())
+
+    @property
+    def trained(self) -> int:
+        """Of them."""
+        return sum(p.numel() for p in self.network.parameters() if p.requires_grad)
 
     @property
     def own(self) -> Way:
@@ -136,16 +144,8 @@ def plan(config: TrainRun, place: PlanRun) -> list[Line]:
             "--batch or --gpus"
         )
     ways = [_way(config, how, place.gpus) for how in _spreads(config, place)]
-    parameters = list(shadow(config).parameters())
-    found = Planned(
-        config,
-        place,
-        DEVICES[place.device],
-        ways,
-        build_codec(config, CPU),
-        parameters=sum(p.numel() for p in parameters),
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
-    )
+    codec, network = build_codec(config, CPU), shadow(config)
+    found = Planned(config, place, DEVICES[place.device], ways, codec, network)
     sections = (computing, memory, communication, time, storage)
     return [line for section in sections for line in section(found)]
 
@@ -309,8 +309,8 @@ def storage(found: Planned) -> Iterator[Line]:
     section = "storage"
     if found.codec is not None:
         yield from _shards(found, place.dataset or config.images)
-    network = shadow(config)
-    one, model = checkpoint(config, network), exported(config, network, found.codec)
+    one = checkpoint(config, found.network)
+    model = exported(config, found.network, found.codec)
     kept = config.keep_last + (config.images // config.keep_every if config.keep_every else 0)
     yield Line(section, "a checkpoint", one.size / 1e9, "GB", one.how)
     yield Line(section, f"checkpoints, {kept} kept", one.size * kept / 1e9, "GB", one.how)
@@ -323,7 +323,7 @@ def _shards(found: Planned, images: int) -> Iterator[Line]:
     text = config.text.foreseen(config.data)
     how = f"{COUNTED}: latents in {found.place.stored}; names, crops and digests come on top"
     if text is not None:
-        tokens, width = told_tokens(config), text[1] or attended_width(shadow(config).model)
+        tokens, width = told_tokens(config), text[1] or attended_width(found.network.model)
         row += (tokens + 1) * width * size
         how = f"estimated: latents, and all {tokens} tokens of captions: at most"
     section = "storage"
