@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
-import diffusers
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,10 +14,10 @@ import pytest
 import torch
 import warm
 from PIL import Image
-from small_models import build_network, network_config, small_unet
+from recipes.looking import features, picture, save_model
+from small_models import build_network, network_config
 from tunable import save_whole
 
-from stillhouse.cli import main
 from stillhouse.data import CentreCrop, ImageConfig, Squash, to_float
 from stillhouse.data.annotated import read_pets, spread
 from stillhouse.features.catalogue import catalogue
@@ -36,21 +35,9 @@ SIDE = 8
 EARLY = "up-level0-repeat1-res-out"
 
 
-def save_model(folder, seed=0):
-    small_unet(seed).save_pretrained(folder / "unet")
-    diffusers.DDIMScheduler(clip_sample=False).save_pretrained(folder / "scheduler")
-    (folder / "model_index.json").write_text('{"_class_name": "DDIMPipeline"}')
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("features") / "model")
-
-
-def picture(seed, width=12, height=10):
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 def encoded(image):
@@ -66,10 +53,6 @@ def photos(tmp_path) -> Path:
     for number in range(6):
         picture(number).save(folder / f"photo-{number}.png")
     return folder
-
-
-def features(*words):
-    main(["features", *map(str, words)])
 
 
 def refused(capsys, *words):

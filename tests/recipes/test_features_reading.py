@@ -5,6 +5,7 @@ What they should give is made by hand here: from diffusers' parts, closed forms 
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_models import build_network, network_config, part, small_unet
+from recipes import looking
+from recipes.looking import features, save_model
+from small_models import build_network, network_config, part
 from tunable import FAMILIES, pipeline, save_whole
 
-from stillhouse.cli import main
 from stillhouse.errors import UserError
 from stillhouse.features.catalogue import catalogue
 from stillhouse.features.extractor import Extractor
@@ -33,6 +35,7 @@ CPU = torch.device("cpu")
 EARLY = "up-level0-repeat1-res-out"
 TALL, WIDE = 32, 48  # pixels
 WORDS = ("a red x", "blue")
+picture = partial(looking.picture, width=50, height=40)
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +54,7 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unet(tmp_path_factory) -> Path:
     """A network of pixels."""
-    folder = tmp_path_factory.mktemp("unet") / "model"
-    small_unet().save_pretrained(folder / "unet")
-    diffusers.DDIMScheduler(clip_sample=False).save_pretrained(folder / "scheduler")
-    (folder / "model_index.json").write_text('{"_class_name": "DDIMPipeline"}')
-    return folder
-
-
-def picture(seed: int, width: int = 50, height: int = 40) -> Any:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    return save_model(tmp_path_factory.mktemp("unet") / "model")
 
 
 def squashed(image: Any, height: int, width: int) -> torch.Tensor:
@@ -75,10 +69,6 @@ def photos(tmp_path) -> Path:
     for number in range(5):
         picture(number).save(folder / f"{number}.png")
     return folder
-
-
-def features(*words: Any) -> None:
-    main(["features", *map(str, words)])
 
 
 def extracted(out: Path, *words: Any) -> StoredFeatures:
