@@ -108,7 +108,8 @@ def memory(base: EvaluateRun, few: int, many: int) -> dict[str, Any]:
 
 
 def peak(base: EvaluateRun, count: int) -> float:
-    command = [sys.executable, __file__, "--peak", str(count), "--cache", str(base.cache)]
+    python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun's workers
+    command = [python, __file__, "--peak", str(count), "--cache", str(base.cache)]
     command += ["--reference", str(base.reference_count)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.split()[-1])

@@ -144,7 +144,8 @@ def memory(quick: bool) -> dict[str, Any]:
 
 
 def in_a_process(which: str, quick: bool) -> float:
-    command = [sys.executable, __file__, "--peak", which, *(["--quick"] if quick else [])]
+    python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun's workers
+    command = [python, __file__, "--peak", which, *(["--quick"] if quick else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 

@@ -104,10 +104,15 @@ def measure(target: GaussianMixture, *, quick: bool) -> dict[str, Any]:
                 row = scores(target, drawn, seed) | {"updates": count, "cost": costs[name]}
                 runs.setdefault(f"{name}/{how}", []).append(row)
                 if seed == 0 and how == "evaluations":
-                    points[name] = [[round(v, 3) for v in p] for p in drawn[:500].tolist()]
+                    points[name] = some(drawn)
                 print(f"{name}/{how} {seed} {time.perf_counter() - began:.0f} s {row}", flush=True)
-    floor = scores(target, target.sample(POINTS, torch.Generator().manual_seed(99)), 0)
-    return {"runs": runs, "floor": floor, "points": points}
+    real = target.sample(POINTS, torch.Generator().manual_seed(99))
+    return {"runs": runs, "floor": scores(target, real, 0), "points": points | {"real": some(real)}}
+
+
+def some(points: Tensor) -> list[list[float]]:
+    """To draw."""
+    return [[round(value, 3) for value in point] for point in points[:500].tolist()]
 
 
 # ---------------------------------------------------------------- training

@@ -8,9 +8,10 @@ and a run that was broken off goes on where it was. `--plan` prints the commands
 
 `low` trains a DiT on CIFAR-10 at 16 pixels, in a VP process. Four arms go on from it at 32 pixels:
 positions are resampled or extrapolated, noise levels shifted (each timestep has twice the sigma) or
-still. `scratch` begins anew at 32 pixels, with the levels shifted, and sees more images. Measured:
-held-out loss per noise level before the first step and every 50 steps after it, and the Fréchet
-distance of samples at the end.
+still. `scratch` begins anew at 32 pixels, with the levels shifted, and sees more images. `low` sees
+whole images; `parts` trains as it does on crops of 16 pixels out of 32, and `local` goes on from
+there, positions resampled and levels still. Measured: held-out loss per noise level before the
+first step and every 50 steps after it, and the Fréchet distance of samples at the end.
 """
 
 import json
@@ -24,7 +25,7 @@ from experiments import last_values, read_lines, work_through
 RESULTS = Path(__file__).parent / "results" / "transfer"
 SEEDS, SAMPLES = 2, 1000
 BATCH, EVERY = 128, 50 * 128
-IMAGES = {"low": 128_000, "scratch": 102_400}  # the arms between see fewer
+IMAGES = {"low": 128_000, "parts": 128_000, "scratch": 102_400}  # those that go on see fewer
 CARRIED = 38_400
 LOW, HIGH = 16, 32
 
@@ -37,18 +38,26 @@ COMMON = f"""--network.patch 4 --network.depth 6 --network.heads 4 --network.hea
     --validation.every {EVERY} --validation.images 2048"""
 # The last timesteps of these betas hold no signal: a walk that begins there draws noise.
 GRID = "--grid.kind polynomial --grid.sigma-max 80"
-CARRY = "--init.positions {} --init.shift {} --init-from {}/low-{}/model"
+SMALL = f"--data.image.size {LOW} --spread.precision fp32"
+
+
+def carried(positions: str, levels: str, source: str = "low") -> str:
+    shift = str(levels == "shifted").lower()
+    return f"--init.positions {positions} --init.shift {shift} --init-from {{}}/{source}-{{}}/model"
+
+
 ARMS = {
-    "low": f"--data.image.size {LOW} --spread.precision fp32",
+    "low": SMALL,
     **{
-        f"{positions}-{levels}": CARRY.format(
-            positions, str(levels == "shifted").lower(), "{}", "{}"
-        )
+        f"{positions}-{levels}": carried(positions, levels)
         for positions in ("resample", "extrapolate")
         for levels in ("shifted", "still")
     },
     "scratch": f"--process.shift {HIGH / LOW}",
+    "parts": f"{SMALL} --crop local --crop.scale {HIGH / LOW}",
+    "local": carried("resample", "still", "parts"),
 }
+BEGUN = dict.fromkeys(ARMS, "low") | {"scratch": "scratch", "parts": "parts", "local": "parts"}
 PLAN = [f"{arm}-{seed}" for seed in range(SEEDS) for arm in ARMS]
 
 
@@ -64,9 +73,9 @@ def taken_apart(name: str) -> tuple[str, int]:
 def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
     """The small network where there is none yet, the run, and its samples judged."""
     arm, seed = taken_apart(name)
-    for part in dict.fromkeys((*(("low",) if arm != "scratch" else ()), arm)):
+    for part in dict.fromkeys((BEGUN[arm], arm)):
         yield training(part, seed, work)
-    if arm != "low":
+    if arm not in ("low", "parts"):
         run = work / name
         evaluate = f"evaluate {run}/model --reference cifar10:test --detector resnet56-cifar10"
         evaluate += f" --metrics fid,kid --count {SAMPLES} --solvers dpmpp-2m --steps 20"

@@ -22,6 +22,7 @@ ARMS = {
     "resample-still": ("resampled, not shifted", BLUE, "--"),
     "extrapolate-shifted": ("extrapolated, shifted", ORANGE, "-"),
     "extrapolate-still": ("extrapolated, not shifted", ORANGE, "--"),
+    "local": ("after local crops, resampled, not shifted", INK, "-."),
     "scratch": ("from scratch, shifted", INK, ":"),
 }
 LOW, HIGH = 0.05, 10.0  # levels that count in the mean over levels, each bin as much
