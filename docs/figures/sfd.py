@@ -23,6 +23,7 @@ WAYS = {
     "gits": ("teacher, GITS", GREY, "-"),
     "before": ("SFD's student before its first lesson", BLUE, "-."),
     "sfd": ("SFD, a student each", BLUE, "-"),
+    "more3": ("SFD, four times the budget", BLUE, "--"),
     "sfdv": ("SFD-v, one student", ORANGE, "-"),
     "half": ("progressive", INK, ":"),
     "consistency": ("consistency", INK, "--"),
