@@ -32,7 +32,7 @@ STEPS = 25_600  # images of 200 steps
 def main() -> None:
     runs = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     plt = plots()
-    figure, (first, later, course) = plt.subplots(1, 3, figsize=(10.5, 3.2))
+    figure, (first, later, course) = plt.subplots(1, 3, figsize=(10.5, 3.6))
     for arm, (name, colour, line) in ARMS.items():
         here = [run for run in runs if run["arm"] == arm]
         if not here:
@@ -53,8 +53,8 @@ def main() -> None:
     course.set_title(f"mean over levels {LOW:g} to {HIGH:g}")
     course.set_xlabel("thousand images at 32 pixels")
     course.grid(color=GREY, linewidth=0.4, which="both")
-    course.legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*course.get_legend_handles_labels(), loc="lower center", ncol=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(HERE / "transfer.png")
 
 
