@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import warm
 from data.pictures import write_shards
 from metrics.shared import SHARED, weights_folder
 
@@ -119,7 +120,12 @@ QUICK = ["--images", "32", "--preview.count", "4", "--preview.steps", "2"]
 def one_cluster() -> Iterator[Callable[[], object]]:
     """Starts one for all that a page prepares, when it is asked for: each would start its own."""
     with ExitStack() as stack:
-        yield cache(lambda: stack.enter_context(cluster(workers=1)))
+
+        def start() -> None:
+            with warm.ray_workers():
+                stack.enter_context(cluster(workers=1))
+
+        yield cache(start)
 
 
 @pytest.mark.slow

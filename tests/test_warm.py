@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import warm
+
+from stillhouse.data.prepare import cluster
 
 ECHO = "import os, sys; print(sys.argv, os.getcwd(), os.environ['GIVEN'], sys.stdin.read())"
 
@@ -66,6 +68,13 @@ def test_nothing_of_ours_is_loaded_beforehand():
     assert subprocess.check_output(warm.command("-c", code), text=True) == "[]\n"
 
 
+@pytest.mark.parametrize("group", [None, 0])
+def test_who_leads_a_group_of_processes_does_so_when_forked(group):
+    """Ray ends the groups of its workers: of one that led none, it would be the tests' own."""
+    fresh, forked = both("-c", "import os; print(os.getpgrp() == os.getpid())", process_group=group)
+    assert forked == fresh == (0, f"{group == 0}\n", "")
+
+
 WAITS = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -81,9 +90,37 @@ def test_a_signal_to_the_one_is_one_to_the_other(number, code):
     forked = int(process.stdout.readline())
     process.send_signal(number)
     assert process.wait(60) == code
+    assert_ends(forked)
+
+
+def assert_ends(pid: int) -> None:
     deadline = time.monotonic() + 30
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:
-            os.kill(forked, 0)
+            os.kill(pid, 0)
             time.sleep(0.01)
         pytest.fail("it lives on")
+
+
+@pytest.mark.slow
+def test_workers_of_ray_are_forked_and_another_takes_the_place_of_one_that_is_killed():
+    ray = pytest.importorskip("ray", reason="pip install 'stillhouse[scale]' to test Ray")
+
+    class Actor:
+        def tell(self) -> tuple[int, bool, int]:
+            return os.getpid(), "torch" in sys.modules, os.nice(0)
+
+    python = sys.executable
+    with ExitStack() as stack:
+        with warm.ray_workers():
+            stack.enter_context(cluster(workers=1))
+        assert sys.executable == python
+        actor = ray.remote(max_restarts=1, max_task_retries=-1)(Actor).remote()
+        first, *found = ray.get(actor.tell.remote())
+        assert found == [True, os.nice(0)]
+        os.kill(first, signal.SIGKILL)
+        second, *found = ray.get(actor.tell.remote())
+        assert found == [True, os.nice(0)]
+        assert first != second
+    for pid in (first, second):
+        assert_ends(pid)

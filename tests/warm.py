@@ -5,7 +5,8 @@ forks for each. `command(...)` is what to start: a small program that takes word
 (`-m`, `-c` or a script), hands them to the server with its environment and its streams, passes
 signals on, and ends as the forked process ends; who kills the one kills the other. Nothing of this
 package is loaded beforehand, and nothing but imports has run. What differs from a fresh Python: the
-order of sets is the same in all processes. tests/resilience/test_kill.py starts some afresh.
+order of sets is the same in all processes. tests/resilience/test_kill.py starts some afresh, and
+tests/recipes/test_preparing.py the workers of Ray.
 """
 
 import atexit
@@ -25,8 +26,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from contextlib import suppress
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,55 +42,94 @@ LOADED = (
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def command(*words: str, processes: int = 1, restarts: int = 0) -> list[str]:
-    """To run these words of Python's command line; under torchrun if there are several."""
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    launcher += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    return [_server()[0], *(launcher if processes > 1 else []), *words]
+class Forking:
+    """Starts processes that a server forks: this file, or one that has more loaded."""
+
+    def __init__(self, file: str, **kept: str) -> None:
+        self.file, self.kept, self.lock = file, kept, threading.Lock()
+
+    def command(self, *words: str, processes: int = 1, restarts: int = 0) -> list[str]:
+        """To run these words of Python's command line; under torchrun if there are several."""
+        launcher = [str(Path(__file__).with_name("launcher.py")), "--standalone"]
+        launcher += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+        return [self.program, *(launcher if processes > 1 else []), *words]
+
+    def run(
+        self,
+        *words: str,
+        processes: int = 1,
+        timeout: float | None = 300,
+        cwd: Path | None = None,
+        **changes: str,
+    ) -> subprocess.CompletedProcess[str]:
+        """Until it ends by itself, with all that it said; `changes` of its environment."""
+        return subprocess.run(
+            self.command(*words, processes=processes),
+            env=self.environment(**changes),
+            cwd=cwd,
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        """One thread for each process, and the same program for the workers of torchrun."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": self.program, **changes}
+
+    @property
+    def program(self) -> str:
+        """That asks the server: one, whichever threads ask for it."""
+        with self.lock:
+            return str(self._started / "python")
+
+    @cached_property
+    def _started(self) -> Path:
+        """The folder of the server, which ends when our pipe to it does."""
+        folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        program, place = folder / "python", str(folder / "socket")
+        program.write_text(
+            f"#!{sys.executable} -IS\n"
+            f"import runpy\nrunpy.run_path({__file__!r})['ask']({place!r})\n"
+        )
+        program.chmod(0o755)
+        own = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets"), **self.kept}
+        self.server = subprocess.Popen(
+            [sys.executable, self.file, place],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.server.stdout is not None
+        assert self.server.stdout.readline() == b"ready\n"
+        return folder
 
 
-def run(
-    *words: str,
-    processes: int = 1,
-    timeout: float | None = 300,
-    cwd: Path | None = None,
-    **changes: str,
-) -> subprocess.CompletedProcess[str]:
-    """Until it ends by itself, with all that it said; `changes` of its environment."""
-    return subprocess.run(
-        command(*words, processes=processes),
-        env=environment(**changes),
-        cwd=cwd,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+_here = Forking(__file__)
+command, run, environment = _here.command, _here.run, _here.environment
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """One thread for each process, and the same program for the workers of torchrun."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": _server()[0], **changes}
+@contextmanager
+def ray_workers() -> Iterator[None]:
+    """Workers of a cluster that Ray starts herein are forked; all else of it is started afresh."""
+    before, sys.executable = sys.executable, ray_python()
+    try:
+        yield
+    finally:
+        sys.executable = before
 
 
 @cache
-def _server() -> tuple[str, subprocess.Popen]:
-    """The path of the program that asks it, and the server, which ends when our pipe to it does."""
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))
-    program, place = folder / "python", str(folder / "socket")
+def ray_python() -> str:
+    """What Ray is to take for Python: the program for its workers, Python itself for the rest."""
+    forked = _here.program
+    program = Path(forked).with_name("ray-python")
     program.write_text(
-        f"#!{sys.executable} -IS\nimport runpy\nrunpy.run_path({__file__!r})['ask']({place!r})\n"
+        f'#!/bin/sh\ncase "$1" in */default_worker.py) exec {forked} "$@" ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
     )
     program.chmod(0o755)
-    server = subprocess.Popen(
-        [sys.executable, __file__, place],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
-    return str(program), server
+    return str(program)
 
 
 # ---------------------------------------------------------------- the program
@@ -99,6 +140,7 @@ def ask(place: str) -> NoReturn:
     server = socket.socket(socket.AF_UNIX)
     server.connect(place)
     wanted = {"words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}
+    wanted["leader"] = os.getpgrp() == os.getpid()
     message = json.dumps(wanted).encode()
     socket.send_fds(server, [len(message).to_bytes(4, "big")], [0, 1, 2])
     server.sendall(message)
@@ -160,17 +202,19 @@ def watch(client: socket.socket) -> dict[str, Any]:
     os._exit(0)
 
 
-def become(words: list[str], folder: str, environment: dict[str, str]) -> None:
+def become(words: list[str], folder: str, environment: dict[str, str], leader: bool) -> None:
     """Does what the interpreter does with such a command line, but for loading what is there."""
     import numpy
     import torch
 
+    if leader:
+        os.setpgid(0, 0)  # who ends the group of either does not end ours
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     random.seed()
     numpy.random.seed()  # noqa: NPY002
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     if words[0] == "-u":

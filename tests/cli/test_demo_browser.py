@@ -222,9 +222,11 @@ def test_other_pages_are_not_answered(served, photo):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_when_told_to_and_forgets_uploads(kind, photo, tmp_path):
     (tmp_path / "served").mkdir()
-    served = Served(tmp_path / "served", str(ROOT / "reference" / "fashion"))
+    served = Served(tmp_path / "served", str(ROOT / "reference" / "fashion"), fresh=False)
     try:
-        assert uploaded(served.url, photo).is_file()
+        file = uploaded(served.url, photo)
+        assert file.is_file()
+        assert file.is_relative_to(served.temporary)
     finally:
         ended = served.end(kind)
     assert ended == 0

@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import warm
 from browser import Browser
 
 # Names that are looked up and places that are connected to, but for this machine's own.
 WATCHED = """
-import sys
+import sys, tempfile
+
+tempfile.tempdir = None  # where a forked process may have been told of another
 
 def watch(event, arguments):
     if event in ("socket.connect", "socket.getaddrinfo"):
@@ -95,12 +98,14 @@ def visitor(folder: Path) -> Iterator[Visitor]:
 class Served:
     """A demo in a process of its own, which keeps its files in this folder."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, fresh: bool = True) -> None:
+        """One that is not fresh has loaded torch and the like before it is watched."""
         self.log, self.temporary = folder / "stderr", folder / "temporary"
         self.temporary.mkdir()
+        words = ("-c", WATCHED, "demo", *words, "--port", "0")
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", WATCHED, "demo", *words, "--port", "0"],
+                [sys.executable, *words] if fresh else warm.command(*words),
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

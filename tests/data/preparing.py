@@ -129,8 +129,9 @@ def alone(files: str, out: Path) -> None:
     prepare.conclude(work, plan, {"made": "here"})
 
 
-def main(files: str, out: str, delay: float, pids: str, workers: int) -> None:
-    """With Ray: the cluster of $RAY_ADDRESS, or one of this process."""
+def main(files: str, out: str, delay: float, pids: str, workers: int, python: str) -> None:
+    """With Ray: the cluster of $RAY_ADDRESS, or one of this process, whose workers are `python`."""
+    sys.executable = python
     work = job(files, Path(out), codec=SmallCodec(delay, pids))
     plan, pool = prepare.make_plan(work, 16), Pool(workers)
 
@@ -144,5 +145,5 @@ def main(files: str, out: str, delay: float, pids: str, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    files, out, delay, pids, workers = sys.argv[1:]
-    main(files, out, float(delay), pids, int(workers))
+    files, out, delay, pids, workers, python = sys.argv[1:]
+    main(files, out, float(delay), pids, int(workers), python)

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import warm
 from data import preparing
 from data.pictures import write_folder, write_shards
 from data.preparing import SIDE, SmallCodec, SmallText, job, picture, stored, write_mixed
@@ -678,8 +678,8 @@ class Run:
         own = {"RAY_TMPDIR": short, "RAY_worker_niceness": "0", "PYTHONPATH": paths}
         words = [preparing.__file__, files, str(out), str(delay), str(pids), str(workers)]
         self.process = subprocess.Popen(
-            [sys.executable, *words],
-            env=os.environ | own | environment,
+            warm.command(*words, warm.ray_python()),
+            env=warm.environment(**own, **environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -769,14 +769,17 @@ def test_a_cluster_that_loses_a_machine_ends_with_the_same(tmp_path, short, monk
     monkeypatch.setenv("RAY_TMPDIR", short)
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")  # five refusals, and a node is dead
     from ray.cluster_utils import Cluster
 
     files = write_mixed(tmp_path / "data", [100, 60, 80], BROKEN, REPEATED)
     preparing.alone(files, tmp_path / "calm")
     options = {"include_dashboard": False, "object_store_memory": 1 << 27}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **options})
+    with warm.ray_workers():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **options})
     try:
-        second = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+        with warm.ray_workers():
+            second = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
         pids = tmp_path / "pids"
         run = Run(
             files, tmp_path / "out", pids, short, workers=2, delay=0.3, RAY_ADDRESS=cluster.address

@@ -9,9 +9,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import loaded
 import pytest
 import torch
-import warm
 from distill.matching_run import (
     BATCH,
     LEVELS,
@@ -448,7 +448,7 @@ def test_recomputed_activations_are_those_of_the_chain():
 def test_two_processes_equal_one(sharding, method, lora, analytic):
     options = {"sharding": sharding, "method": method, "lora": lora, "analytic": analytic}
     tests = str(SCRIPT.parents[1])
-    done = warm.run(str(SCRIPT), json.dumps(options), processes=2, PYTHONPATH=tests)
+    done = loaded.run(str(SCRIPT), json.dumps(options), processes=2, PYTHONPATH=tests)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(method, lora, analytic), 1e-5)
 

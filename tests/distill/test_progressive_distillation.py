@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import loaded
 import pytest
 import torch
-import warm
 from distill import peers_run
 from distill.peers_run import Drops, Measured, RowGains, RowResidual, train
 from distill.test_runs import assert_close, numbers
@@ -390,6 +390,6 @@ def test_accumulation_equals_the_large_batch(method, micro):
 )
 def test_two_processes_equal_one(method, sharding):
     options = json.dumps({"method": method, "sharding": sharding})
-    done = warm.run(str(SCRIPT), options, processes=2, PYTHONPATH=str(SCRIPT.parents[1]))
+    done = loaded.run(str(SCRIPT), options, processes=2, PYTHONPATH=str(SCRIPT.parents[1]))
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(method))

@@ -5,9 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import loaded
 import pytest
 import torch
-import warm
 from distill.distil_run import BATCH, STEPS, train
 
 from stillhouse.engine.world import World
@@ -60,6 +60,6 @@ def test_accumulation_equals_the_large_batch(micro, afs):
 @pytest.mark.parametrize(("sharding", "afs"), [("ddp", True), ("fsdp", False)])
 def test_two_processes_equal_one(sharding, afs):
     options = json.dumps({"sharding": sharding, "afs": afs})
-    done = warm.run(str(SCRIPT), options, processes=2, PYTHONPATH=str(SCRIPT.parents[1]))
+    done = loaded.run(str(SCRIPT), options, processes=2, PYTHONPATH=str(SCRIPT.parents[1]))
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(afs))

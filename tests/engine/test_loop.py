@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import loaded
 import pytest
 import torch
-import warm
 from torch import nn
 
 from stillhouse.engine.loop import Engine, LoopConfig
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("toy_run.py")
 
 def run(processes: int = 1, **options) -> list[dict]:
     """The log lines of a whole run."""
-    done = warm.run(str(SCRIPT), json.dumps(options), processes=processes)
+    done = loaded.run(str(SCRIPT), json.dumps(options), processes=processes)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -97,8 +97,8 @@ def test_a_run_killed_again_and_again_ends_bit_identical(tmp_path):
     moments, kills = random.Random(0), 0
     for _ in range(5):
         cut = json.dumps({**options, "store": str(tmp_path / "cut")})
-        words = warm.command(str(SCRIPT), cut)
-        process = subprocess.Popen(words, env=warm.environment(), stdout=subprocess.DEVNULL)
+        words = loaded.command(str(SCRIPT), cut)
+        process = subprocess.Popen(words, env=loaded.environment(), stdout=subprocess.DEVNULL)
         # Somewhere within the writing of a checkpoint or the steps after it.
         wait_for_change(tmp_path / "cut", process)
         time.sleep(moments.uniform(0, 0.15))
@@ -127,7 +127,7 @@ def test_a_nan_batch_skips_the_update_and_names_its_samples():
 
 def test_a_run_of_nans_stops_with_advice():
     options = {"steps": 20, "poison": list(range(1000)), "max_skips": 3}
-    done = warm.run(str(SCRIPT), json.dumps(options))
+    done = loaded.run(str(SCRIPT), json.dumps(options))
     assert done.returncode != 0
     assert "4 updates of net in a row" in done.stderr
     assert "Lower the learning rate" in done.stderr

@@ -1,10 +1,12 @@
-"""A real step for tests, by a process or by torchrun: prints the bytes that were held as JSON.
+"""Real steps for tests, by a process or by torchrun: prints the bytes that were held as JSON.
 
-python costs_process.py RUN.json
+python costs_process.py RUNS.json, a list of runs, which are measured one after the other
 """
 
+import gc
 import json
 import sys
+from bisect import bisect_left, insort
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +105,37 @@ def allocated(trace: profile) -> int:
     What its threads give back is not traced, and gone when its place is given again; so a step may
     seem larger than it was, never smaller.
     """
-    live: dict[int, int] = {}
-    most = 0
+    live, most = Live(), 0
     for place, size, by_collective in allocations(trace):
-        gone = (
-            [place] if size < 0 else [p for p in live if p < place + size and place < p + live[p]]
-        )
-        for old in gone:
-            live.pop(old, None)
+        live.free(place, max(size, 1))
         if size > 0 and not by_collective:
-            live[place] = size
-        most = max(most, sum(live.values()))
+            live.take(place, size)
+        most = max(most, live.bytes)
     return most
+
+
+class Live:
+    """What is allocated now."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.places: list[int] = []  # in order
+        self.bytes = 0
+
+    def take(self, place: int, size: int) -> None:
+        self.sizes[place] = size
+        insort(self.places, place)
+        self.bytes += size
+
+    def free(self, place: int, size: int) -> None:
+        """All that overlaps with so many bytes from there."""
+        first = bisect_left(self.places, place)
+        if first and (before := self.places[first - 1]) + self.sizes[before] > place:
+            first -= 1
+        last = bisect_left(self.places, place + size)
+        for gone in self.places[first:last]:
+            self.bytes -= self.sizes.pop(gone)
+        del self.places[first:last]
 
 
 def held(config: TrainRun, here: World) -> dict[str, int]:
@@ -150,11 +171,13 @@ def held(config: TrainRun, here: World) -> dict[str, int]:
 
 
 def main() -> None:
-    config = TrainRun.model_validate_json(Path(sys.argv[1]).read_text())
+    runs = [TrainRun.model_validate(run) for run in json.loads(Path(sys.argv[1]).read_text())]
     with world("cpu") as here:
-        found = here.gather(held(config, here))
-        if here.rank == 0:
-            print(json.dumps(found), flush=True)
+        for config in runs:
+            found = here.gather(held(config, here))
+            gc.collect()  # or the next would be measured beside this one
+            if here.rank == 0:
+                print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import loaded
 import numpy as np
 import pytest
 import torch
-import warm
 from data.pictures import write_shards
 from metrics.shared import weights_folder
 from models.test_text import write_bert
@@ -143,16 +143,6 @@ def test_a_ledger_follows_a_storage_that_is_emptied_and_filled():
     assert ledger.resized == {ledger.number(tensor)}
 
 
-def real(config: TrainRun, processes: int, folder: Path) -> dict[str, int]:
-    """The most that any of the processes holds of each."""
-    (folder / "run.json").write_text(config.model_dump_json())
-    words = [str(Path(__file__).with_name("costs_process.py")), str(folder / "run.json")]
-    done = warm.run(*words, processes=processes)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return {name: max(one[name] for one in found) for name in found[0]}
-
-
 CASES = [
     ("dit", "tiny", Spread(), 0),
     ("dit", "small", Spread(precision="bf16"), 0),
@@ -168,15 +158,43 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "size", "how", "micro"), CASES)
-def test_memory_is_that_of_real_processes(name, size, how, micro, tmp_path):
-    """By what torch's allocator gave them: each part within a tenth, and the peak of a step."""
+def spread_run(case: tuple[str, str, Spread, int]) -> tuple[TrainRun, int]:
+    """With the number of its processes."""
+    name, size, how, micro = case
     processes = 1 if how.sharding == "none" else 2
     network = Backbone(name=name, size=size)
-    config = run_of(network, batch=8 * processes, micro_batch=micro, spread=how)
+    return run_of(network, batch=8 * processes, micro_batch=micro, spread=how), processes
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> list[dict[str, int]]:
+    """For each case, the most that any of its processes holds of each part.
+
+    All cases of as many processes are measured by the same ones.
+    """
+    folder, found = tmp_path_factory.mktemp("real"), {}
+    for processes in (1, 2):
+        runs = {i: run for i, run in enumerate(map(spread_run, CASES)) if run[1] == processes}
+        file = folder / f"{processes}.json"
+        file.write_text(json.dumps([config.model_dump(mode="json") for config, _ in runs.values()]))
+        script = str(Path(__file__).with_name("costs_process.py"))
+        done = loaded.run(script, str(file), processes=processes, timeout=None)
+        assert done.returncode == 0, done.stderr[-2000:]
+        for i, line in zip(runs, done.stdout.strip().splitlines()[-len(runs) :], strict=True):
+            each = json.loads(line)
+            assert len(each) == processes
+            found[i] = {name: max(one[name] for one in each) for name in each[0]}
+    return [found[i] for i in range(len(CASES))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size", "how", "micro"), CASES)
+def test_memory_is_that_of_real_processes(name, size, how, micro, real):
+    """By what torch's allocator gave them: each part within a tenth, and the peak of a step."""
+    case = (name, size, how, micro)
+    config, processes = spread_run(case)
     step = measure(config, how, processes)
-    counted, found = footprint(config, step, how), real(config, processes, tmp_path)
+    counted, found = footprint(config, step, how), real[CASES.index(case)]
     for part in ("weights", "gradients", "optimiser", "averages"):
         assert getattr(counted, part) == pytest.approx(found[part], rel=0.01), part
     peak = step.activations if how.sharding == "ddp" else step.peak

@@ -2,9 +2,9 @@
 
 import json
 
+import loaded
 import pytest
 import torch
-import warm
 from data.pictures import write_shards
 from recipes.test_training import TINY, final_tensors
 
@@ -88,7 +88,7 @@ def test_one_pool_over_two_processes_is_that_of_one(config, tmp_path):
     both = changed(alone, out=tmp_path / "both")
     file = tmp_path / "both.json"
     file.write_text(json.dumps(both.model_dump(mode="json")))
-    done = warm.run("-m", "stillhouse", "train", str(file), processes=2, timeout=240)
+    done = loaded.run("-m", "stillhouse", "train", str(file), processes=2, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = [numbers(c, "denoiser/loss") for c in (alone, both)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

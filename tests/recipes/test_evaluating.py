@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+import loaded
 import numpy as np
 import pytest
 import torch
-import warm
 from metrics.shared import weights_folder
 from PIL import Image
 from recipes.test_sampling import save_unet
@@ -157,7 +157,7 @@ def torchrun(config: EvaluateRun, processes: int, *words: str) -> subprocess.Com
         *("--metrics", "fid,kid,prdc,is", "--cache", str(config.cache), "--out", str(config.out)),
     ]
     words = ("-m", "stillhouse", "evaluate", config.model, *flags, *words)
-    return warm.run(*words, processes=processes, timeout=None)
+    return loaded.run(*words, processes=processes, timeout=None)
 
 
 @pytest.mark.slow
@@ -191,12 +191,12 @@ def evaluation(config: EvaluateRun) -> Path:
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on_where_it_was(config, unet, tmp_path):
     whole = run(changed(config, model=str(unet), steps=(30,), out=tmp_path / "whole"))
-    command = warm.command("-m", "stillhouse", "evaluate", str(unet))
+    command = loaded.command("-m", "stillhouse", "evaluate", str(unet))
     command += ["--reference", config.reference, "--detector.kind", "resnet56-cifar10"]
     command += ["--detector.weights", config.detector.weights, "--count", "40", "--batch", "8"]
     command += ["--metrics", "fid,kid,prdc,is", "--cache", str(config.cache), "--steps", "30"]
     command += ["--out", str(config.out)]
-    process = subprocess.Popen(command, env=warm.environment())
+    process = subprocess.Popen(command, env=loaded.environment())
     ledger = config.out / "parts" / "dpmpp-3m-30-seed-0-0-of-1.jsonl"
     while not ledger.exists() or not ledger.read_text():
         assert process.poll() is None

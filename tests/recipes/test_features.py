@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import loaded
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import warm
 from PIL import Image
 from recipes.looking import features, picture, save_model
 from small_models import build_network, network_config
@@ -350,7 +350,7 @@ def test_two_processes_judge_as_one_does(model, tmp_path):
     features(*words, tmp_path / "one")
     script, both = tmp_path / "evaluate.py", ["features", *words, tmp_path / "two"]
     script.write_text(f"from stillhouse.cli import main\nmain({[*map(str, both)]!r})\n")
-    done = warm.run(str(script), processes=2)
+    done = loaded.run(str(script), processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("mean IoU") == 1
     one, two = (json.loads((tmp_path / n / "record.json").read_text()) for n in ("one", "two"))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import loaded
 import numpy as np
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_a_run_goes_on_with_no_other_pipeline_of_the_same_name(models, images, t
 def two_processes(config: TrainRun, tmp_path: Path) -> None:
     file = tmp_path / "run-two.json"
     file.write_text(config.model_dump_json())
-    done = warm.run("-m", "stillhouse", "train", str(file), processes=2, timeout=None)
+    done = loaded.run("-m", "stillhouse", "train", str(file), processes=2, timeout=None)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -2,10 +2,10 @@
 
 import json
 
+import loaded
 import numpy as np
 import pytest
 import torch
-import warm
 from data.pictures import write_shards
 from PIL import Image
 
@@ -232,7 +232,7 @@ def test_two_processes_go_through_the_stages_together(config, tmp_path):
     stages = [{"size": 8, "images": 16}, {"size": 16, "images": 16}]
     record = json.loads(config.model_dump_json()) | {"stages": stages, "batch": 8}
     (tmp_path / "run.yaml").write_text(json.dumps(record))
-    done = warm.run("-m", "stillhouse", "train", str(tmp_path / "run.yaml"), processes=2)
+    done = loaded.run("-m", "stillhouse", "train", str(tmp_path / "run.yaml"), processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "16 images; the model is in" in done.stdout
     assert load_denoiser(config.out / "16px/model").network.data_shape == (3, 16, 16)

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import diffusers
+import loaded
 import pytest
 import torch
-import warm
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -93,7 +93,7 @@ def test_first_state_is_the_keyed_noise_times_sigma_max(unet, tmp_path, monkeypa
 
 def torchrun(unet: Path, out: Path, processes: int, *more: str) -> subprocess.CompletedProcess:
     words = ["-m", "stillhouse", "sample", str(unet), "--out", str(out), "--tensors", *more]
-    return warm.run(*words, processes=processes)
+    return loaded.run(*words, processes=processes)
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_the_same_run_again_draws_only_what_is_missing(unet, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_images(unet, tmp_path):
     draw(unet, tmp_path / "whole", count=64, batch=2, steps=10)
-    command = warm.command("-m", "stillhouse", "sample", str(unet), "--tensors")
+    command = loaded.command("-m", "stillhouse", "sample", str(unet), "--tensors")
     command += ["--out", str(tmp_path / "cut"), "--count", "64", "--batch", "2", "--steps", "10"]
-    process = subprocess.Popen(command, env=warm.environment())
+    process = subprocess.Popen(command, env=loaded.environment())
     images = tmp_path / "cut" / "images"
     deadline = time.monotonic() + 120
     while len(list(images.glob("*.png"))) < 6 and time.monotonic() < deadline:

@@ -4,9 +4,9 @@ import json
 import shutil
 from dataclasses import replace
 
+import loaded
 import pytest
 import torch
-import warm
 from data.pictures import write_shards
 from models.test_text import write_bert
 from recipes.test_training import final_tensors
@@ -432,7 +432,7 @@ def test_two_processes_are_told_what_one_is(config, tmp_path, backbone, sharding
     both = changed(config, out=tmp_path / "both", spread=spread)
     file = tmp_path / "both.json"
     file.write_text(json.dumps(both.model_dump(mode="json")))
-    done = warm.run("-m", "stillhouse", "train", str(file), processes=2, timeout=240)
+    done = loaded.run("-m", "stillhouse", "train", str(file), processes=2, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = [
         [line["denoiser/loss"] for line in read_log(c.out / "log.jsonl") if "denoiser/loss" in line]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import warm
+import loaded
 
 from stillhouse.recipes.distill.distilling import DistillRun
 
@@ -14,5 +14,5 @@ def distil_by_two(config: DistillRun, folder: Path) -> None:
         "from stillhouse.recipes.distill.distilling import DistillRun, run\n"
         f"run(DistillRun.model_validate_json({config.model_dump_json()!r}))\n"
     )
-    done = warm.run(str(script), processes=2, timeout=None)
+    done = loaded.run(str(script), processes=2, timeout=None)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import loaded
 import torch
-import warm
 from data.pictures import write_shards
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from stillhouse.recipes.train.watching import Preview
 BATCH = 12  # 1, 2 and 3 processes share it
 SHARDS = [20, 17, 9, 23, 15, 22]  # rows; no epoch ends with a batch
 EPOCH = sum(SHARDS)
+MARK = "STILLHOUSE_RUN"  # in the environment of all that a run starts: its folder
 SOURCES = {"indexed": "parquet", "streamed": "tars"}
 
 
@@ -98,9 +99,8 @@ class Run:
         file = self.cache.with_name(f"{self.out.name}.json")  # the run's disk may be full
         file.write_text(self.config.model_dump_json())
         train = ["-m", "stillhouse", "train", str(file), *flags]
-        python, *words = warm.command(*train, processes=processes, restarts=restarts)
-        # A launcher is fresh in any case: its workers are looked for among its children.
-        return [sys.executable if self.fresh or processes > 1 else python, *words]
+        python, *words = loaded.command(*train, processes=processes, restarts=restarts)
+        return [sys.executable if self.fresh else python, *words]
 
     @property
     def stderr(self) -> Path:
@@ -109,9 +109,9 @@ class Run:
 
     @property
     def environment(self) -> dict[str, str]:
-        fixed = {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        fixed = {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: str(self.out)}
         fixed |= {"PYTHON_EXEC": sys.executable} if self.fresh else {}
-        return warm.environment(HF_DATASETS_CACHE=str(self.cache), **fixed)
+        return loaded.environment(HF_DATASETS_CACHE=str(self.cache), **fixed)
 
     def end(self, *flags: str, code: int = 0, **spread: int) -> str:
         """Runs it until it ends by itself; returns what it said to stderr."""
@@ -136,20 +136,41 @@ class Run:
         try:
             yield process
         finally:
-            for pid in [*descendants(process.pid), process.pid]:
+            for pid in [*self.processes, process.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
 
     def wait_until(
-        self, happened: Callable[[], Any], process: subprocess.Popen, seconds: float = 300
+        self, happened: Callable[[], Any], process: subprocess.Popen, pause: float = 0.05
     ) -> None:
         """Looks again and again; a run that ends meanwhile has failed the test."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 300
         while not happened():
             assert process.poll() is None, "it ended before: " + self.stderr.read_text()[-4000:]
             assert time.monotonic() < deadline, "it did not come to this in time"
-            time.sleep(0.01)
+            time.sleep(pause)
+
+    @property
+    def processes(self) -> dict[int, dict[str, str]]:
+        """Those that were started for it, with their environments."""
+        found = {}
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (place / "environ").read_text(errors="replace").split("\0")
+                given = {name: value for name, _, value in (w.partition("=") for w in words)}
+                found |= {int(place.name): given} if given.get(MARK) == str(self.out) else {}
+        return found
+
+    @property
+    def holder(self) -> int:
+        """The process that holds the lock of its folder: the one that trains, if it is alone."""
+        lock = str(self.out / ".lock")
+        for file in Path("/proc").glob("[0-9]*/fd/*"):
+            with suppress(OSError):
+                if os.readlink(file) == lock:
+                    return int(file.parts[2])
+        raise AssertionError(f"nobody holds {lock}")
 
     # ------------------------------------------------------------ what it leaves
 
@@ -179,25 +200,6 @@ class Run:
 
     def checkpoint(self, images: int) -> Path:
         return Path(self.root) / folder_name(images)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process of ours has started, and those that these have."""
-    found, parents = [], {pid}
-    while parents:
-        children = {child for parent in parents for child in _children(parent)}
-        found += sorted(children)
-        parents = children
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    """As /proc tells: every thread has its own list."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
 
 
 # ---------------------------------------------------------------- what is equal

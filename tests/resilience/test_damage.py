@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,11 +121,12 @@ def test_a_disk_that_is_full_of_other_things_ends_the_run_at_a_line_of_the_log(
     every = 20 * BATCH
     places = {"checkpoints": str(tmp_path / "kept"), "checkpoint_every": every}
     run = whole.twin(disk / "filled", **places)
-    with replace(run, fresh=True).started() as process:  # itself, since it is stopped
+    resize(disk, 16_000)  # which is soon full
+    with run.started() as process:
         run.wait_until(lambda: run.reached > every, process)
-        process.send_signal(signal.SIGSTOP)  # or it might be at the next checkpoint by now
+        os.kill(run.holder, signal.SIGSTOP)  # or it might be at the next checkpoint by now
         fill(disk)
-        process.send_signal(signal.SIGCONT)
+        os.kill(run.holder, signal.SIGCONT)
         assert process.wait(60) == 1
     said = sentence(run.stderr.read_text())
     assert "log.jsonl cannot be written (No space left on device)" in said

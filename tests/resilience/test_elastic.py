@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from resilience.runs import (
@@ -14,7 +12,6 @@ from resilience.runs import (
     Run,
     State,
     assert_same_end,
-    descendants,
     ids,
     losses,
     network,
@@ -48,21 +45,17 @@ def pair(tmp_path_factory) -> Run:
     return run
 
 
-def workers(launcher: subprocess.Popen) -> dict[int, int]:
+def workers(run: Run) -> dict[int, int]:
     """The process of each rank."""
-    found = {}
-    for pid in descendants(launcher.pid):
-        with suppress(OSError):
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found |= {int(w[5:]): pid for w in words if w.startswith(b"RANK=")}
-    return found
+    started = run.processes.items()
+    return {int(given["RANK"]): pid for pid, given in started if "RANK" in given}
 
 
 def kill_worker(run: Run, launcher: subprocess.Popen, rank: int) -> list[dict]:
     """Kills it past the first checkpoint; returns the log as it was before the run recovered."""
     run.wait_until(lambda: any(run.checkpoints.values()) and run.reached >= 7 * BATCH, launcher)
     before = sessions(run)
-    os.kill(workers(launcher)[rank], signal.SIGKILL)
+    os.kill(workers(run)[rank], signal.SIGKILL)
     computed = run.log
 
     def recovered() -> bool:

@@ -73,51 +73,57 @@ def parts_of_a_write(run: Run) -> dict[Path, int]:
     return found
 
 
-def freeze_in_a_write(run: Run, process: subprocess.Popen) -> None:
+def freeze_in_a_write(run: Run, trains: int, process: subprocess.Popen) -> None:
     """Stops it when a part of a checkpoint is there: frozen, it cannot complete it meanwhile."""
     before = parts_of_a_write(run)
 
     def writing() -> bool:
         if parts_of_a_write(run).items() <= before.items():
             return False
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until all threads stand
+        os.kill(trains, signal.SIGSTOP)
+        while threads(trains) != {"T"}:
+            time.sleep(0.001)
         if not parts_of_a_write(run).items() <= before.items():
             return True
-        process.send_signal(signal.SIGCONT)
+        os.kill(trains, signal.SIGCONT)
         return False
 
-    run.wait_until(writing, process)
+    run.wait_until(writing, process, pause=0.01)
+
+
+def threads(pid: int) -> set[str]:
+    """The states that they are in; a T stands still."""
+    files = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {file.read_text().rpartition(")")[2].split()[0] for file in files}
 
 
 def kill(run: Run, moments: random.Random, *, in_a_write: bool) -> None:
-    """Starts it and kills it: in a write, or a few random steps after it has begun to train.
-
-    A write is frozen first, by who started the process: that one loads everything anew.
-    """
-    run = replace(run, fresh=in_a_write)
+    """Starts it and kills it: in a write, or a few random steps after it has begun to train."""
+    sessions = len(run.log)
     with run.started() as process:
+        run.wait_until(lambda: len(run.log) != sessions, process)
+        trains = run.holder
         if in_a_write:
-            freeze_in_a_write(run, process)
+            freeze_in_a_write(run, trains, process)
         else:
-            sessions = len(run.log)
             steps = moments.randint(1, 5)
-            run.wait_until(lambda: len(run.log) != sessions, process)
             begun = run.reached
             run.wait_until(lambda: run.reached >= begun + steps * BATCH, process)
             time.sleep(moments.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
+        os.kill(trains, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-        if run.fresh:
-            with locked(run.out):  # its folder is free, though a reader of data may still live
-                pass
+        with locked(run.out):  # its folder is free, though a reader of data may still live
+            pass
 
 
 def kill_five_times(run: Run) -> None:
-    """Twice certainly in the middle of a write; then it may end."""
+    """Twice certainly in the middle of a write; then it may end.
+
+    Once it has loaded everything anew: then also the order of sets is another.
+    """
     moments = random.Random(3)
-    for in_a_write in (False, True, False, True, False):
-        kill(run, moments, in_a_write=in_a_write)
+    for turn, in_a_write in enumerate((False, True, False, True, False)):
+        kill(replace(run, fresh=turn == 1), moments, in_a_write=in_a_write)
         assert parts_of_a_write(run) or not in_a_write
     run.end()
 
