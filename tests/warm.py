@@ -5,8 +5,9 @@ forks for each. `command(...)` is what to start: a small program that takes word
 (`-m`, `-c` or a script), hands them to the server with its environment and its streams, passes
 signals on, and ends as the forked process ends; who kills the one kills the other. Nothing of this
 package is loaded beforehand, and nothing but imports has run. What differs from a fresh Python: the
-order of sets is the same in all processes. tests/resilience/test_kill.py starts some afresh, and
-tests/recipes/test_preparing.py the workers of Ray.
+order of sets is the same in all processes, and what libraries read from the environment when they
+are imported is what the server had. tests/resilience/test_kill.py ends runs afresh, and
+tests/recipes/test_preparing.py starts the workers of Ray so.
 """
 
 import atexit
@@ -109,6 +110,15 @@ _here = Forking(__file__)
 command, run, environment = _here.command, _here.run, _here.environment
 
 
+def kill(process: subprocess.Popen) -> int:
+    """Kills what was forked for it, and returns how it ended when that is dead.
+
+    A SIGKILL to the program itself reaches what was forked a moment later.
+    """
+    process.send_signal(signal.SIGQUIT)
+    return process.wait()
+
+
 @contextmanager
 def ray_workers() -> Iterator[None]:
     """Workers of a cluster that Ray starts herein are forked; all else of it is started afresh."""
@@ -147,6 +157,7 @@ def ask(place: str) -> NoReturn:
     pid = int.from_bytes(server.recv(4), "big")
     for number in SIGNALS:
         signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.signal(signal.SIGQUIT, lambda *_: os.kill(pid, signal.SIGKILL))
     status = int.from_bytes(server.recv(4), "big")
     if os.WIFSIGNALED(status):
         with suppress(OSError):  # SIGKILL cannot be handled in the first place
@@ -164,15 +175,17 @@ def serve(place: str) -> dict[str, Any]:
     listener.bind(place)
     listener.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who uses it
     print("ready", flush=True)
     while listener in select.select([listener, sys.stdin], [], [])[0]:
         client, _ = listener.accept()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, interrupt)
             listener.close()
             return watch(client)
         client.close()
-    shutil.rmtree(Path(place).parent)
+    shutil.rmtree(Path(place).parent, ignore_errors=True)
     os._exit(0)
 
 
@@ -181,7 +194,10 @@ def watch(client: socket.socket) -> dict[str, Any]:
     size, streams, _, _ = socket.recv_fds(client, 4, 3)
     message = b""
     while len(message) < int.from_bytes(size, "big"):
-        message += client.recv(1 << 16)
+        part = client.recv(1 << 16)
+        if not part:
+            os._exit(0)  # the program is dead already
+        message += part
     pid = os.fork()
     if pid == 0:
         client.close()
@@ -191,7 +207,8 @@ def watch(client: socket.socket) -> dict[str, Any]:
         return json.loads(message)
     for stream in (0, 1, 2, *streams):
         os.close(stream)  # or who reads them would wait for this process too
-    client.sendall(pid.to_bytes(4, "big"))
+    with suppress(BrokenPipeError):
+        client.sendall(pid.to_bytes(4, "big"))
     end = os.pidfd_open(pid)
     ready, _, _ = select.select([end, client], [], [])
     if end not in ready:
@@ -212,6 +229,7 @@ def become(words: list[str], folder: str, environment: dict[str, str], leader: b
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    tempfile.tempdir = None  # of the server; a fresh Python asks its environment
     random.seed()
     numpy.random.seed()  # noqa: NPY002
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))

@@ -28,7 +28,7 @@ def seconds(words: tuple[str, ...]) -> float:
 @pytest.fixture(scope="module")
 def ratios() -> dict[tuple[str, ...], float]:
     """Median ratios of commands' times to that of importing torch, all measured in turn."""
-    timed = [*HELPS, IMPORT]
+    timed = [IMPORT, *HELPS]
     for words in (TORCH, *timed):
         seconds(words)  # fill the disk cache
     found: dict[tuple[str, ...], list[float]] = {words: [] for words in timed}

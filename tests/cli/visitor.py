@@ -20,9 +20,7 @@ from browser import Browser
 
 # Names that are looked up and places that are connected to, but for this machine's own.
 WATCHED = """
-import sys, tempfile
-
-tempfile.tempdir = None  # where a forked process may have been told of another
+import sys
 
 def watch(event, arguments):
     if event in ("socket.connect", "socket.getaddrinfo"):

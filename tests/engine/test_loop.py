@@ -2,7 +2,6 @@
 
 import json
 import random
-import signal
 import subprocess
 import time
 from functools import cache
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import loaded
 import pytest
 import torch
+import warm
 from torch import nn
 
 from stillhouse.engine.loop import Engine, LoopConfig
@@ -103,8 +103,7 @@ def test_a_run_killed_again_and_again_ends_bit_identical(tmp_path):
         wait_for_change(tmp_path / "cut", process)
         time.sleep(moments.uniform(0, 0.15))
         kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        warm.kill(process)
     assert kills == 5
     last = without_speed(run(**options, store=str(tmp_path / "cut")))
     assert last == whole[len(whole) - len(last) :]

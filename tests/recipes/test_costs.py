@@ -178,7 +178,7 @@ def real(tmp_path_factory) -> list[dict[str, int]]:
         file = folder / f"{processes}.json"
         file.write_text(json.dumps([config.model_dump(mode="json") for config, _ in runs.values()]))
         script = str(Path(__file__).with_name("costs_process.py"))
-        done = loaded.run(script, str(file), processes=processes, timeout=None)
+        done = loaded.run(script, str(file), processes=processes, timeout=900)
         assert done.returncode == 0, done.stderr[-2000:]
         for i, line in zip(runs, done.stdout.strip().splitlines()[-len(runs) :], strict=True):
             each = json.loads(line)

@@ -1,7 +1,6 @@
 """`stillhouse evaluate`: any split is the same, a kill costs a batch, a sweep names its best."""
 
 import json
-import os
 import signal
 import subprocess
 import threading
@@ -13,6 +12,7 @@ import loaded
 import numpy as np
 import pytest
 import torch
+import warm
 from metrics.shared import weights_folder
 from PIL import Image
 from recipes.test_sampling import save_unet
@@ -191,18 +191,17 @@ def evaluation(config: EvaluateRun) -> Path:
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on_where_it_was(config, unet, tmp_path):
     whole = run(changed(config, model=str(unet), steps=(30,), out=tmp_path / "whole"))
-    command = loaded.command("-m", "stillhouse", "evaluate", str(unet))
+    command = warm.command("-m", "stillhouse", "evaluate", str(unet))
     command += ["--reference", config.reference, "--detector.kind", "resnet56-cifar10"]
     command += ["--detector.weights", config.detector.weights, "--count", "40", "--batch", "8"]
     command += ["--metrics", "fid,kid,prdc,is", "--cache", str(config.cache), "--steps", "30"]
     command += ["--out", str(config.out)]
-    process = subprocess.Popen(command, env=loaded.environment())
+    process = subprocess.Popen(command, env=warm.environment())
     ledger = config.out / "parts" / "dpmpp-3m-30-seed-0-0-of-1.jsonl"
     while not ledger.exists() or not ledger.read_text():
         assert process.poll() is None
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    assert warm.kill(process) == -signal.SIGKILL
     done = len(ledger.read_text().splitlines())
     assert 0 < done < 5
     with ledger.open("a") as file:

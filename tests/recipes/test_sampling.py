@@ -14,6 +14,7 @@ import diffusers
 import loaded
 import pytest
 import torch
+import warm
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -133,15 +134,14 @@ def test_the_same_run_again_draws_only_what_is_missing(unet, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_images(unet, tmp_path):
     draw(unet, tmp_path / "whole", count=64, batch=2, steps=10)
-    command = loaded.command("-m", "stillhouse", "sample", str(unet), "--tensors")
+    command = warm.command("-m", "stillhouse", "sample", str(unet), "--tensors")
     command += ["--out", str(tmp_path / "cut"), "--count", "64", "--batch", "2", "--steps", "10"]
-    process = subprocess.Popen(command, env=loaded.environment())
+    process = subprocess.Popen(command, env=warm.environment())
     images = tmp_path / "cut" / "images"
     deadline = time.monotonic() + 120
     while len(list(images.glob("*.png"))) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert warm.kill(process) == -signal.SIGKILL
     done = len(list(images.glob("*.png")))
     assert 6 <= done < 64
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -36,7 +36,7 @@ from stillhouse.recipes.train.watching import Preview
 BATCH = 12  # 1, 2 and 3 processes share it
 SHARDS = [20, 17, 9, 23, 15, 22]  # rows; no epoch ends with a batch
 EPOCH = sum(SHARDS)
-MARK = "STILLHOUSE_RUN"  # in the environment of all that a run starts: its folder
+MARK = "STILLHOUSE_RUN"  # in the environment of what is started for a run: its folder
 SOURCES = {"indexed": "parquet", "streamed": "tars"}
 
 
@@ -127,7 +127,7 @@ class Run:
 
     @contextmanager
     def started(self, *flags: str, **spread: int) -> Iterator[subprocess.Popen]:
-        """Runs it beside the test; none of its processes outlives the block."""
+        """Runs it beside the test; with the block it is killed, all of it."""
         words = self.command(*flags, **spread)
         with self.stderr.open("w") as stderr:
             process = subprocess.Popen(
@@ -153,7 +153,11 @@ class Run:
 
     @property
     def processes(self) -> dict[int, dict[str, str]]:
-        """Those that were started for it, with their environments."""
+        """Those that were started for it, with their environments.
+
+        What is forked shows the environment of its server, so these are the programs that ask for
+        it: who kills one of them kills what was forked for it.
+        """
         found = {}
         for place in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -165,12 +169,10 @@ class Run:
     @property
     def holder(self) -> int:
         """The process that holds the lock of its folder: the one that trains, if it is alone."""
-        lock = str(self.out / ".lock")
-        for file in Path("/proc").glob("[0-9]*/fd/*"):
-            with suppress(OSError):
-                if os.readlink(file) == lock:
-                    return int(file.parts[2])
-        raise AssertionError(f"nobody holds {lock}")
+        lock = (self.out / ".lock").stat()
+        place = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+        lines = map(str.split, Path("/proc/locks").read_text().splitlines())
+        return next(int(words[4]) for words in lines if words[5] == place)
 
     # ------------------------------------------------------------ what it leaves
 

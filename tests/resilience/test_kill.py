@@ -32,7 +32,7 @@ from stillhouse.recipes.claims import locked
 pytestmark = pytest.mark.slow
 
 # Log lines sum over several steps, and fall between checkpoints and on them.
-LENGTH = {"images": 48 * BATCH, "log_every": 3 * BATCH, "checkpoint_every": 4 * BATCH}
+LENGTH = {"images": 60 * BATCH, "log_every": 3 * BATCH, "checkpoint_every": 4 * BATCH}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def killed(wholes) -> dict[str, Run]:
 
 
 def at_once(work: Callable[[Run], Any], runs: dict[str, Run]) -> None:
-    """To use two cores: a run spends most of its time on imports."""
+    """To use two cores."""
     with ThreadPoolExecutor(len(runs)) as pool:
         list(pool.map(work, runs.values()))
 
@@ -81,8 +81,7 @@ def freeze_in_a_write(run: Run, trains: int, process: subprocess.Popen) -> None:
         if parts_of_a_write(run).items() <= before.items():
             return False
         os.kill(trains, signal.SIGSTOP)
-        while threads(trains) != {"T"}:
-            time.sleep(0.001)
+        run.wait_until(lambda: threads(trains) == {"T"}, process, pause=0.001)
         if not parts_of_a_write(run).items() <= before.items():
             return True
         os.kill(trains, signal.SIGCONT)
@@ -93,12 +92,15 @@ def freeze_in_a_write(run: Run, trains: int, process: subprocess.Popen) -> None:
 
 def threads(pid: int) -> set[str]:
     """The states that they are in; a T stands still."""
-    files = Path(f"/proc/{pid}/task").glob("*/stat")
-    return {file.read_text().rpartition(")")[2].split()[0] for file in files}
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 def kill(run: Run, moments: random.Random, *, in_a_write: bool) -> None:
-    """Starts it and kills it: in a write, or a few random steps after it has begun to train."""
+    """Starts it and kills it: in a write, or a few random steps after a new checkpoint."""
     sessions = len(run.log)
     with run.started() as process:
         run.wait_until(lambda: len(run.log) != sessions, process)
@@ -106,7 +108,8 @@ def kill(run: Run, moments: random.Random, *, in_a_write: bool) -> None:
         if in_a_write:
             freeze_in_a_write(run, trains, process)
         else:
-            steps = moments.randint(1, 5)
+            before, steps = saved(run), moments.randint(0, 4)
+            run.wait_until(lambda: saved(run) > before, process)
             begun = run.reached
             run.wait_until(lambda: run.reached >= begun + steps * BATCH, process)
             time.sleep(moments.uniform(0, 0.1))
@@ -116,22 +119,32 @@ def kill(run: Run, moments: random.Random, *, in_a_write: bool) -> None:
             pass
 
 
+def saved(run: Run) -> int:
+    """The images of its last checkpoint that is complete."""
+    return max((images for images, complete in run.checkpoints.items() if complete), default=0)
+
+
 def kill_five_times(run: Run) -> None:
     """Twice certainly in the middle of a write; then it may end.
 
-    Once it has loaded everything anew: then also the order of sets is another.
+    What ends it has loaded everything anew: then also the order of sets is another.
     """
     moments = random.Random(3)
-    for turn, in_a_write in enumerate((False, True, False, True, False)):
-        kill(replace(run, fresh=turn == 1), moments, in_a_write=in_a_write)
+    for in_a_write in (False, True, False, True, False):
+        kill(run, moments, in_a_write=in_a_write)
         assert parts_of_a_write(run) or not in_a_write
-    run.end()
+    said = replace(run, fresh=True).end().splitlines()
+    assert all("is passed over" in line for line in said if line[0] != " "), said  # and its source
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_five_kills_change_nothing(kind, wholes, killed):
     run = killed[kind]
     assert_same_end(run, wholes[kind])
+    first, *later = [line["images"] for line in run.log if "session" in line]
+    assert first == 0
+    assert len(later) == 5
+    assert all(0 < images < run.config.images for images in later)  # each went on from a checkpoint
     assert all(run.checkpoints.values())
     assert not list(run.out.rglob("*.partial"))
 
