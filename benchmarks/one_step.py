@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import distill
-from experiments import work_through
+from experiments import read_lines, work_through
 
 RESULTS = Path(__file__).parent / "results" / "one_step"
 SEEDS, SAMPLES = 2, 1000
@@ -82,7 +82,7 @@ def summary(name: str, run: Path) -> dict[str, Any]:
         record |= {key: found[key] for key in ("energy", "spread", "images", "evaluations")}
         record["watched"] = [
             {k: v for k, v in line.items() if k == "images" or k.startswith("watch/")}
-            for line in map(json.loads, (run / "log.jsonl").read_text().splitlines())
+            for line in read_lines(run)
             if any(k.startswith("watch/") for k in line)
         ]
     return record

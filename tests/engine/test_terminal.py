@@ -69,7 +69,8 @@ def test_the_bar_says_how_far_and_how_long_still():
     ]
 
 
-def test_the_bar_is_as_long_as_the_share():
+def test_the_bar_is_as_long_as_the_share(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb one rich draws no colours, by which it is seen
     view, _ = terminal(tty=True)
     for images in (2_500, 7_500):
         view.step(images)
