@@ -42,7 +42,7 @@ def main() -> None:
         axis.set_title(name, fontsize=8)
     axes[0][0].set_xlabel("modes   recall", fontsize=7)
     figure.tight_layout(pad=0.4)
-    figure.savefig(HERE / "generators.png")
+    figure.savefig(HERE / "plane.png")
 
 
 def scatter(axis: Any, points: list[list[float]], colour: str) -> None:
