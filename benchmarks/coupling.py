@@ -47,7 +47,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     sizes = SIZES[:2] if quick else SIZES
     result: dict[str, Any] = {"quick": quick, **solves(sizes, repeats=3)}
-    result |= step_share(batch=32 if quick else 256, rounds=2 if quick else 9)
+    result |= step_share(*((8, 2, 1) if quick else (256, 9, 4)))
     result |= {"cores": os.cpu_count(), "torch": torch.__version__}
     if not quick:
         RESULTS.mkdir(exist_ok=True)
@@ -120,7 +120,8 @@ class Training:
             time.sleep(0.0005)
 
 
-def step_share(batch: int, rounds: int, block: int = 4) -> dict[str, Any]:
+def step_share(batch: int, rounds: int, block: int) -> dict[str, Any]:
+    """`block` steps of the one, as many of the other, and so on."""
     config = RECIPES["cifar10-unet"]("tiny").model_copy(
         update={"batch": batch, "images": ENDLESS, "log_every": ENDLESS}
     )

@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 
+import loaded
 import pytest
 import warm
 
@@ -108,11 +109,11 @@ def test_workers_of_ray_are_forked_and_another_takes_the_place_of_one_that_is_ki
 
     class Actor:
         def tell(self) -> tuple[int, bool, int]:
-            return os.getpid(), "torch" in sys.modules, os.nice(0)
+            return os.getpid(), "stillhouse.data" in sys.modules, os.nice(0)
 
     python = sys.executable
     with ExitStack() as stack:
-        with warm.ray_workers():
+        with loaded.ray_workers():
             stack.enter_context(cluster(workers=1))
         assert sys.executable == python
         actor = ray.remote(max_restarts=1, max_task_retries=-1)(Actor).remote()

@@ -27,9 +27,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,8 +45,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 class Forking:
     """Starts processes that a server forks: this file, or one that has more loaded."""
 
-    def __init__(self, file: str, **kept: str) -> None:
-        self.file, self.kept, self.lock = file, kept, threading.Lock()
+    def __init__(self, file: str, start: "Forking | None" = None, **kept: str) -> None:
+        """The server is itself forked from that of `start`, or else begins afresh."""
+        self.file, self.start, self.kept, self.lock = file, start, kept, threading.Lock()
 
     def command(self, *words: str, processes: int = 1, restarts: int = 0) -> list[str]:
         """To run these words of Python's command line; under torchrun if there are several."""
@@ -95,8 +95,9 @@ class Forking:
         )
         program.chmod(0o755)
         own = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets"), **self.kept}
+        python = self.start.program if self.start else sys.executable
         self.server = subprocess.Popen(
-            [sys.executable, self.file, place],
+            [python, self.file, place],
             env={**os.environ, "OMP_NUM_THREADS": "1", **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,8 +107,8 @@ class Forking:
         return folder
 
 
-_here = Forking(__file__)
-command, run, environment = _here.command, _here.run, _here.environment
+HERE = Forking(__file__)
+command, run, environment = HERE.command, HERE.run, HERE.environment
 
 
 def kill(process: subprocess.Popen) -> int:
@@ -117,29 +118,6 @@ def kill(process: subprocess.Popen) -> int:
     """
     process.send_signal(signal.SIGQUIT)
     return process.wait()
-
-
-@contextmanager
-def ray_workers() -> Iterator[None]:
-    """Workers of a cluster that Ray starts herein are forked; all else of it is started afresh."""
-    before, sys.executable = sys.executable, ray_python()
-    try:
-        yield
-    finally:
-        sys.executable = before
-
-
-@cache
-def ray_python() -> str:
-    """What Ray is to take for Python: the program for its workers, Python itself for the rest."""
-    forked = _here.program
-    program = Path(forked).with_name("ray-python")
-    program.write_text(
-        f'#!/bin/sh\ncase "$1" in */default_worker.py) exec {forked} "$@" ;; esac\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    program.chmod(0o755)
-    return str(program)
 
 
 # ---------------------------------------------------------------- the program

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+import loaded
 import pytest
-import warm
 from metrics.shared import SHARED, weights_folder
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def test_a_quick_benchmark_prints_its_figures(name, keys, tmp_path):
     shared = {"STILLHOUSE_DATA": str(SHARED / "data"), "STILLHOUSE_WEIGHTS": str(weights)}
     script = str(ROOT / "benchmarks" / f"{name}.py")
     places = shared | {"STILLHOUSE_CACHE": str(tmp_path)}
-    done = warm.run(script, "--quick", cwd=tmp_path, timeout=None, **places)
+    done = loaded.run(script, "--quick", cwd=tmp_path, timeout=None, **places)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert keys <= result.keys()

@@ -11,12 +11,12 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import loaded
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import warm
 from data import preparing
 from data.pictures import write_folder, write_shards
 from data.preparing import SIDE, SmallCodec, SmallText, job, picture, stored, write_mixed
@@ -678,8 +678,8 @@ class Run:
         own = {"RAY_TMPDIR": short, "RAY_worker_niceness": "0", "PYTHONPATH": paths}
         words = [preparing.__file__, files, str(out), str(delay), str(pids), str(workers)]
         self.process = subprocess.Popen(
-            warm.command(*words, warm.ray_python()),
-            env=warm.environment(**own, **environment),
+            loaded.command(*words, loaded.ray_python()),
+            env=loaded.environment(**own, **environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -775,10 +775,10 @@ def test_a_cluster_that_loses_a_machine_ends_with_the_same(tmp_path, short, monk
     files = write_mixed(tmp_path / "data", [100, 60, 80], BROKEN, REPEATED)
     preparing.alone(files, tmp_path / "calm")
     options = {"include_dashboard": False, "object_store_memory": 1 << 27}
-    with warm.ray_workers():
+    with loaded.ray_workers():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **options})
     try:
-        with warm.ray_workers():
+        with loaded.ray_workers():
             second = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
         pids = tmp_path / "pids"
         run = Run(
