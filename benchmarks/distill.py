@@ -22,7 +22,8 @@ All students of a model have the same budget of network evaluations, a backward 
 less than a twentieth of what the teacher's training cost. `more3` has more, and `one` is charged
 on top of its teacher. SFD keeps its walks, a third of the budget, and learns from them again: with
 new walks for every lesson its distance was .36 in place of .31 (emoji, 3 evaluations, one run
-each). The stages of `half` share the budget, so its student of 4 steps has had half of it.
+each, at a learning rate of 5e-4). The stages of `half` share the budget, so its student of 4 steps
+has had half of it.
 
 Measured for each number of evaluations: distance to the teacher's 50 steps from the same noise,
 also of the teacher's own solvers, and the Fréchet distance of features.
@@ -69,7 +70,7 @@ MODELS = {
         batch=8,
     ),
 }
-LEARNING = "--optim.lr 5e-4 --optim.schedule cosine"
+LEARNING = "--optim.lr 3e-5 --optim.schedule cosine"  # of four rates: docs/results/sfd.md
 HALVES = (8, 4, 2, 1)  # steps of the stages
 SOLVERS = "euler dpmpp-3m gits"
 
