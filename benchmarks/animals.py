@@ -156,7 +156,9 @@ class Eyes:
         self.known: Catalogue = self.model.known
         self.ids = pool(self.known)
         self.file = folder.parent.parent / "encoded.pt"
-        self.latents: dict[str, Tensor] = torch.load(self.file) if self.file.exists() else {}
+        self.latents: dict[str, Tensor] = (
+            torch.load(self.file, weights_only=True) if self.file.exists() else {}
+        )
         self.stored = len(self.latents)
 
     def encoded(self, data: str, split: str, names: Ids) -> Tensor:

@@ -6,12 +6,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
+from pydantic import BaseModel
 
 from stillhouse.cli import COMMANDS, main
 from stillhouse.cli.features import SUBCOMMANDS
-from stillhouse.cli.parse import parse
+from stillhouse.cli.parse import _models, parse
 
 TORCH = ("-c", "import torch")
 OURS = "import stillhouse as s; s.load_denoiser, s.solvers, s.process, s.NetworkDenoiser"
@@ -89,16 +91,18 @@ SPOKEN = [[name] for name in COMMANDS if name != "features"] + [
 ]
 
 
-@pytest.mark.parametrize("command", SPOKEN, ids=" ".join)
-def test_help_has_examples_that_are_understood(command, monkeypatch, capsys):
+def configs_of_examples(command, monkeypatch, capsys) -> list[type[BaseModel]]:
+    """Every example in a command's help is parsed; by which schema."""
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
     shown = capsys.readouterr().out
     lines = re.findall(r"^ +(stillhouse .*)$", shown.partition("Examples:")[2], re.MULTILINE)
     assert lines, shown
+    found = []
 
-    def stop(*given, **options):
-        parse(*given, **options)
+    def stop(config, *given, **options):
+        parse(config, *given, **options)
+        found.append(type(config))
         raise Understood
 
     monkeypatch.setattr("stillhouse.cli.parse.parse", stop)
@@ -107,6 +111,30 @@ def test_help_has_examples_that_are_understood(command, monkeypatch, capsys):
         assert words[: len(command)] == command
         with pytest.raises(Understood):
             main(words)
+    return found
+
+
+def undescribed(schema: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[str]:
+    """Flags, and kinds of a part, of which help would say nothing."""
+    if schema in seen:
+        return
+    seen.add(schema)
+    if not schema.__doc__:
+        yield schema.__name__
+    for name, field in schema.model_fields.items():
+        parts = _models(field.annotation)
+        for part in parts:
+            yield from undescribed(part, seen)
+        if not parts and name != "kind" and not field.description:
+            yield f"{schema.__name__}.{name}"
+
+
+@pytest.mark.parametrize("command", SPOKEN, ids=" ".join)
+def test_help_has_examples_that_are_understood_and_says_what_every_flag_is(
+    command, monkeypatch, capsys
+):
+    for schema in configs_of_examples(command, monkeypatch, capsys):
+        assert not [*undescribed(schema, set())]
 
 
 def test_an_unknown_command_is_answered_with_the_nearest():

@@ -84,6 +84,9 @@ MISTAKES: dict[str, Mistake] = {
     "no GPU to train on": Mistake(
         "train toy-moons --scale tiny --device cuda:7", "cannot be used here", "--device cpu"
     ),
+    "an option of train to plan": Mistake(
+        "plan cifar10-unet --processes 8", "--processes is a flag of stillhouse train", "--gpus"
+    ),
     "no such GPU to plan for": Mistake(
         "plan cifar10-unet --device h1000", "not one of h200, h100", "closest is 'h100'"
     ),

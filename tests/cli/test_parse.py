@@ -117,6 +117,7 @@ class Run(Config):
     """A run for the tests."""
 
     grid: Annotated[Polynomial | Native, Field(discriminator="kind")] = Polynomial()
+    """where steps are"""
     loader: Loader = Loader()
     out_dir: Path = Path("runs")
     note: str = ""
@@ -525,6 +526,7 @@ def test_help_takes_text_from_strings_below_fields_and_not_from_comments(
 ):
     text = help_text(capsys, "--help")
     assert "--grid.rho FLOAT how much denser near zero (default: 7.0)" in text
+    assert "where steps are" in text
     assert "Karras's grid." in text
     assert "Not help" not in text
 

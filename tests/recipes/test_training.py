@@ -119,6 +119,7 @@ def test_the_config_is_in_the_metadata(tmp_path):
     assert facts["images"] == 400
     assert facts["config"]["optim"] == AdamW().model_dump(mode="json")
     assert facts["null_label"] == 2
+    assert "trackers" not in facts["config"]  # nor anything else of this machine
     with safe_open(tmp_path / "model" / "diffusion_pytorch_model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
 
@@ -174,7 +175,8 @@ def test_a_model_is_handed_on_with_its_card(tmp_path, images):
     assert {w.dtype for w in stored.values()} == {torch.bfloat16}
     exact = load_denoiser(tmp_path / "run" / "model").network.model.state_dict()
     assert all(torch.equal(stored[name], exact[name].bfloat16()) for name in exact)
-    assert str(tmp_path) not in json.dumps(read_facts(tmp_path / "out"))
+    for folder in (tmp_path / "run" / "model", tmp_path / "out"):
+        assert str(tmp_path) not in json.dumps(read_facts(folder))
     assert str(tmp_path) not in (tmp_path / "out" / "config.json").read_text()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| images seen | 64, in batches of 8 |" in card

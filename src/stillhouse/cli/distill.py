@@ -16,8 +16,8 @@ def main(words: Sequence[str]) -> None:
         usual(method_of(words)),
         words,
         prog="stillhouse distill",
-        description="Distil a checkpoint into a student of few evaluations, without data. The same "
-        "command again resumes.",
+        description="Distil a checkpoint into a student of few evaluations, without images. The "
+        "same command again resumes.",
         positional=("model",),
         examples=(
             "stillhouse distill MODEL --method sfd-v --evaluations 2..5 --out student",
@@ -27,7 +27,11 @@ def main(words: Sequence[str]) -> None:
     )
     config = run(config)
     if os.environ.get("RANK", "0") == "0":
-        print(f"the student is in {config.out / 'model'}; its pictures in {config.out / 'samples'}")
+        student = config.out / "model"
+        print(f"the student is in {student}; its pictures in {config.out / 'samples'}")
+        print(f"  stillhouse sample {student} --out DIR")
+        if (config.out / "comparison.png").is_file():
+            print(f"how near it comes to its teacher: {config.out / 'comparison.png'}")
 
 
 def method_of(words: Sequence[str]) -> str:

@@ -16,7 +16,8 @@ def main(words: Sequence[str]) -> None:
         positional=("model",),
         examples=(
             "stillhouse evaluate MODEL --reference cifar10 --metrics fid,kid --seeds 3",
-            "stillhouse evaluate photos --reference others --size 64 --metrics kid",
+            "stillhouse evaluate photos --reference others --size 64 --metrics kid "
+            "--count 500 --detector mobilenet-v2",
         ),
     )
     record = run(config)

@@ -99,7 +99,10 @@ def _evaluate(words: Sequence[str]) -> None:
         prog="stillhouse features evaluate",
         description="Put features to a task: correspondence, segmentation, few labels.",
         positional=("model",),
-        examples=("stillhouse features evaluate MODEL --task correspondence --data birds",),
+        examples=(
+            "stillhouse features evaluate MODEL --task correspondence "
+            "--data birds --selection rules.json",
+        ),
     )
     record = run(config)
     if record:  # the first process

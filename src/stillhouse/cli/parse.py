@@ -106,6 +106,7 @@ class _Node:
     tree: Tree
     path: str = ""
     kinds: Mapping[str, type[BaseModel]] = dataclasses.field(default_factory=dict)
+    help: str | None = None
 
     @property
     def children(self) -> dict[str, _Node | _Leaf]:
@@ -118,7 +119,7 @@ class _Node:
         if kinds or len(models) == 1:
             tree = self.tree.setdefault(name, {})
             cls = kinds.get(tree.get("kind"), _UNDECIDED) if len(models) > 1 else models[0]
-            return _Node(cls, tree, path, kinds)
+            return _Node(cls, tree, path, kinds, field.description)
         is_tag = name == "kind" and self.kinds
         annotation = Literal[tuple(self.kinds)] if is_tag else field.annotation
         text = f"{_flag(path)} X --help lists the fields of X" if is_tag else None
@@ -219,7 +220,8 @@ def _struct(node: _Node) -> Any:
     for name, child in node.children.items():
         fields.append((name, *([_struct(child)] if isinstance(child, _Node) else _field(child))))
     # A builtin has no source, so tyro does not spend 50 ms looking for comments in it.
-    names = {"__doc__": node.cls.__doc__, "__module__": "builtins"}
+    about = "\n\n".join(filter(None, [node.help, node.cls.__doc__]))
+    names = {"__doc__": about or None, "__module__": "builtins"}
     return dataclasses.make_dataclass(node.cls.__name__, fields, namespace=names, kw_only=True)
 
 

@@ -12,6 +12,7 @@ def main(words: Sequence[str]) -> None:
     from stillhouse.recipes.plan.costs import PlanRun, as_json, plan, show
     from stillhouse.recipes.train.progressive import check_flags, legs
 
+    words = ["--help" if word == "-h" else word for word in words]
     name, own, rest = _apart(words, {*PlanRun.model_fields, "json", "help"})
     machine = own.pop("--json", None) is not None
     place = parse(
@@ -25,6 +26,8 @@ def main(words: Sequence[str]) -> None:
     if not name:
         raise UserError("name a recipe or a run file: stillhouse plan RECIPE --gpus 8")
     rest, beside = take_own_flags(rest)
+    if others := beside.keys() - {"--scale"}:
+        raise UserError(f"{min(others)} is a flag of stillhouse train: --gpus says how many here")
     start = recipe_or_file(name, beside.get("--scale", "full"))
     _check_own(rest, {*PlanRun.model_fields}, {*type(start).model_fields})
     config = parse(start, rest, prog=f"stillhouse plan {name}")

@@ -20,6 +20,7 @@ class PointsConfig(Config):
 
     kind: Literal["points"] = "points"
     toy: Toy = "moons"
+    """Which target."""
     labels: bool = False
     """Also give each point its class, for the toys that have classes."""
 

@@ -45,8 +45,11 @@ class Columns(Config):
     """
 
     image: str = "image"
+    """Of the image."""
     label: str = ""
+    """Of the class, a number."""
     text: str = ""
+    """Of the caption."""
     styles: tuple[Style, ...] = ()
     """Categorical controls, as JSON: [{"column": "style", "values": ["flat", "3d"]}]."""
 

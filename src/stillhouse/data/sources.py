@@ -163,6 +163,7 @@ class Folder(Config):
 
     kind: Literal["folder"] = "folder"
     path: str = ""
+    """Where it is."""
     storage: Storage = Field(default_factory=dict)
     """fsspec options such as endpoint_url. Keys belong in the environment, not in a config."""
     streaming: Literal[False] = False

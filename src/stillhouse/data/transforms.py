@@ -27,10 +27,12 @@ class ImageConfig(Config):
     size: PositiveInt = 32
     """Side of the square; buckets have its area."""
     mode: Literal["rgb", "grey"] = "rgb"
+    """Colours, or one channel."""
     crop: Crop = CentreCrop()
     flip: bool = False
     """Mirror every other image, at random."""
     filter: Literal["lanczos", "bicubic", "bilinear", "box"] = "lanczos"
+    """Of the resize."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -71,11 +71,13 @@ class LoopConfig(Config):
     batch: PositiveInt = 256
     """Images per step, over all processes."""
     seed: NonNegativeInt = 0
+    """Of everything that is drawn."""
     log_every: PositiveInt = 10_000
     """Images between log lines."""
     checkpoint_every: PositiveInt = 100_000
     """Images between checkpoints."""
     keep_last: PositiveInt = 3
+    """Checkpoints that stay; older ones are removed."""
     keep_every: PositiveInt | None = None
     """Keep one checkpoint per so many images for good."""
     max_skips: NonNegativeInt = 10

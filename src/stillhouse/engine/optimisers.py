@@ -26,6 +26,7 @@ class Cosine(Config):
 
     kind: Literal["cosine"] = "cosine"
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the learning rate that is left at the end."""
 
     def factor(self, images: float, total: float) -> float:
         share = min(images / total, 1.0)
@@ -37,7 +38,9 @@ class Steps(Config):
 
     kind: Literal["steps"] = "steps"
     at: tuple[float, ...] = (0.5,)
+    """Shares of the run, from 0 to 1."""
     divisor: PositiveFloat = 10.0
+    """Of the learning rate, at each of them."""
 
     def factor(self, images: float, total: float) -> float:
         return self.divisor ** -sum(images >= share * total for share in self.at)
@@ -48,6 +51,7 @@ class InverseRoot(Config):
 
     kind: Literal["inverse-root"] = "inverse-root"
     reference: PositiveFloat = 1e6
+    """Images before it falls."""
 
     def factor(self, images: float, total: float) -> float:
         return 1 / math.sqrt(max(images / self.reference, 1.0))
@@ -61,9 +65,13 @@ class AdamW(Config):
 
     kind: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-4
+    """The learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the two moments."""
     eps: PositiveFloat = 1e-8
+    """Keeps small second moments from dividing by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight that is taken off per step, times the learning rate."""
     warmup: Annotated[float, Field(ge=0)] = 0.0
     """Images over which the learning rate rises from 0."""
     schedule: Schedule = Constant()

@@ -39,7 +39,9 @@ class LogNormal(DensityConfig):
 
     kind: Literal["log-normal"] = "log-normal"
     mean: float = -1.2
+    """Of ln sigma."""
     std: PositiveFloat = 1.2
+    """Of ln sigma."""
 
     def density(self, scaling: Scaling) -> levels.Density:
         return levels.LogNormal(self.mean, self.std)
@@ -65,7 +67,9 @@ class LogitNormal(DensityConfig):
 
     kind: Literal["logit-normal"] = "logit-normal"
     mean: float = 0.0
+    """Of logit(t)."""
     std: PositiveFloat = 1.0
+    """Of logit(t)."""
 
     def density(self, scaling: Scaling) -> levels.Density:
         return levels.LogitNormal(self.mean, self.std)
@@ -124,8 +128,11 @@ class ConsistencyConfig(Config):
 
     kind: Literal["consistency"] = "consistency"
     sigma_min: PositiveFloat = 0.002
+    """The smallest level of the grid."""
     sigma_max: PositiveFloat = 80.0
+    """The largest."""
     first_steps: PositiveInt = 10
+    """Levels of the grid at the beginning."""
     last_steps: PositiveInt = 1280
     """Levels of the grid, doubling from first to last over the run."""
     huber: PositiveFloat = 0.00054
@@ -147,10 +154,13 @@ class EasyConsistencyConfig(Config):
     q: Annotated[float, Field(gt=1)] = 2.0
     """The gap between the two levels shrinks by this at every stage."""
     k: Annotated[float, Field(ge=0)] = 8.0
+    """How much wider the gap between the levels is at small ones."""
     b: PositiveFloat = 1.0
     """k and b: how much wider the gap is at small levels, and how small those are."""
     stages: PositiveInt = 8
+    """In which the gap shrinks."""
     huber: PositiveFloat = 1e-6
+    """Width of the quadratic part of the distance, per element."""
     density: Density = LogNormal(mean=-1.1, std=2.0)
 
     def build(self, scaling: Scaling, images: float) -> Objective:

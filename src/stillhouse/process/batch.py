@@ -52,10 +52,6 @@ class Record:
 
         return self.map(move)
 
-    def pin_memory(self) -> Self:
-        """Page-locked copies, for asynchronous transfers; a DataLoader calls this."""
-        return self.map(lambda value: value.pin_memory())
-
     def expand(self, count: int) -> Self:
         """Repeats a record of one row to `count` rows without copying."""
         return self.map(

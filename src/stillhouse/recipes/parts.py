@@ -43,55 +43,83 @@ class SolverConfig(Config):
 
 
 class Euler(SolverConfig):
+    """First order; DDIM where the process is VP."""
+
     kind: Literal["euler"] = "euler"
 
 
 class Heun(SolverConfig):
+    """Second order, two evaluations per step (Karras et al. 2022)."""
+
     kind: Literal["heun"] = "heun"
 
 
 class Dpm2(SolverConfig):
+    """Second order, by a midpoint: two evaluations per step."""
+
     kind: Literal["dpm2"] = "dpm2"
 
 
 class Ipndm(SolverConfig):
+    """Multistep, of the slopes before (Zhang & Chen 2023)."""
+
     kind: Literal["ipndm"] = "ipndm"
     order: Order = 4
+    """Steps back that it looks, and this one."""
 
 
 class RhoAb(SolverConfig):
+    """Adams-Bashforth in the noise level, exact on uneven grids."""
+
     kind: Literal["rho-ab"] = "rho-ab"
     order: Order = 3
+    """Steps back that it looks, and this one."""
 
 
 class Dpmpp2M(SolverConfig):
+    """DPM-Solver++, second order multistep (Lu et al. 2022)."""
+
     kind: Literal["dpmpp-2m"] = "dpmpp-2m"
     variant: Literal["compat", "exact"] = "compat"
+    """compat: the published formula; exact: second order on uneven grids."""
 
 
 class Dpmpp3M(SolverConfig):
+    """DPM-Solver++, third order multistep (Lu et al. 2022)."""
+
     kind: Literal["dpmpp-3m"] = "dpmpp-3m"
     variant: Literal["compat", "exact"] = "compat"
     """compat: the published formula; exact: third order."""
 
 
 class UniPC(SolverConfig):
+    """Predictor and corrector (Zhao et al. 2023)."""
+
     kind: Literal["unipc"] = "unipc"
     order: Order = 3
+    """Of the predictor."""
     b: Literal["bh1", "bh2"] = "bh2"
+    """The paper's two choices of B(h)."""
     corrector: bool = True
+    """Correct each step by the next evaluation."""
 
 
 class Deis(SolverConfig):
+    """Exponential integrator with polynomials of the slopes before (Zhang & Chen 2023)."""
+
     kind: Literal["deis"] = "deis"
     order: Order = 3
+    """Steps back that it looks, and this one."""
 
 
 class EdmChurn(SolverConfig):
+    """Heun with noise added before each step (Karras et al. 2022, algorithm 2)."""
+
     kind: Literal["edm-churn"] = "edm-churn"
     churn: Share = 40.0
     """How much noise is added, shared among the steps."""
     sigma_from: Share = 0.05
+    """The lowest level at which noise is added."""
     sigma_to: Share = 50.0
     """Noise is added between these two levels."""
     noise_scale: Share = 1.003
@@ -99,18 +127,24 @@ class EdmChurn(SolverConfig):
 
 
 class EulerAncestral(SolverConfig):
+    """Euler with fresh noise after each step."""
+
     kind: Literal["euler-ancestral"] = "euler-ancestral"
     eta: Share = 1.0
     """Share of the noise: 0 is the ODE, 1 the reverse of the forward process."""
 
 
 class DpmppSde(SolverConfig):
+    """DPM-Solver++ of the SDE, two evaluations per step."""
+
     kind: Literal["dpmpp-sde"] = "dpmpp-sde"
     eta: Share = 1.0
     """Share of the noise: 0 is the ODE, 1 the reverse of the forward process."""
 
 
 class Dpmpp2MSde(SolverConfig):
+    """DPM-Solver++ of the SDE, second order multistep."""
+
     kind: Literal["dpmpp-2m-sde"] = "dpmpp-2m-sde"
     eta: Share = 1.0
     """Share of the noise: 0 is the ODE, 1 the reverse of the forward process."""
@@ -284,6 +318,8 @@ Grid = Annotated[
 
 
 class NoGuidance(Config):
+    """The model as it is."""
+
     kind: Literal["none"] = "none"
 
     @property
@@ -318,6 +354,8 @@ class GuidedConfig(Config):
 
 
 class ClassifierFree(GuidedConfig):
+    """Away from what the model says when told nothing (Ho & Salimans 2022)."""
+
     kind: Literal["classifier-free"] = "classifier-free"
 
     def build(self, denoiser: "Denoiser", null: "Condition | None", load: "Load") -> "Denoiser":
@@ -358,6 +396,8 @@ class TwoTermGuidance(GuidedConfig):
 
 
 class Autoguidance(GuidedConfig):
+    """Away from a worse model (Karras et al. 2024)."""
+
     kind: Literal["autoguidance"] = "autoguidance"
     model: str = ""
     """The worse model to push away from: a directory or hub id."""

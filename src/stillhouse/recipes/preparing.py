@@ -68,6 +68,7 @@ class PrepareRun(Config):
     flip: bool = False
     """Mirror every other image; which ones, the column flip tells."""
     filter: Literal["lanczos", "bicubic", "bilinear", "box"] = "lanczos"
+    """Of the resize."""
     min_size: NonNegativeInt = 0
     """Leave out images whose shorter side has fewer pixels."""
     max_aspect: NonNegativeFloat = 0
@@ -95,6 +96,7 @@ class PrepareRun(Config):
     readers: PositiveInt = 1
     """Threads of each that decode meanwhile; a GPU needs several to be busy."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the codec computes."""
     ray: str = ""
     """Address of a Ray cluster; $RAY_ADDRESS if not given, and this machine alone without it."""
 
@@ -337,7 +339,13 @@ class Task:
     def _claim(self) -> None:
         settings = self.config.model_dump(mode="json")
         if CLAIM in self.folder.names():
-            old = json.loads(self.folder.read(CLAIM))
+            try:
+                old = json.loads(self.folder.read(CLAIM))
+            except ValueError as error:
+                raise UserError(
+                    f"{self.folder}/{CLAIM} cannot be read ({error}): choose another --out, or "
+                    "remove that file to go on with the same settings"
+                ) from error
             changed = self._changes(old, settings)
             if changed and ("seen" not in old or self._begun()):
                 raise UserError(

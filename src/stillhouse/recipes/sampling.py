@@ -56,14 +56,16 @@ STEPS = 10  # of a walk, unless something else is asked for
 
 
 class Correction(Config):
-    """Langevin steps on the samples of a one-step generator: see `distill/correcting.py`."""
+    """Langevin steps on the samples of a one-step generator (`recipes/distill/correcting.py`)."""
 
     steps: NonNegativeInt = 0
     """--correct N is short for --correct.steps N; pictures before and after are all it makes."""
     level: PositiveFloat = 1.0
     """The noise level at which teacher and fake score are compared."""
     noise_step: Annotated[float, Field(gt=0, lt=1)] = 0.16
+    """Size of the steps on the noise."""
     latent_step: NonNegativeFloat = 1e-4
+    """Size of the steps on the latent."""
 
 
 class SampleRun(Config):

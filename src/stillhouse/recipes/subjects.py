@@ -110,7 +110,10 @@ def run_model(name: str) -> str:
     if not (folder / "run.json").is_file():
         return name
     if not (folder / "model").is_dir():
-        raise UserError(f"{name} holds no model yet: wait for its first checkpoint")
+        raise UserError(
+            f"{name} holds no model yet: wait for its first checkpoint (what prepare and evaluate "
+            "leave is no model)"
+        )
     return str(folder / "model")
 
 

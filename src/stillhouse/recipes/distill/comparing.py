@@ -46,7 +46,9 @@ class Comparison(Config):
     searched: PositiveInt = 16
     """Samples that the search of gits walks with."""
     batch: PositiveInt = 16
+    """Samples per network call."""
     seed: int = 1
+    """Of the samples' noise."""
 
 
 def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:

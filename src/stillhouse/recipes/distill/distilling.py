@@ -41,7 +41,7 @@ from stillhouse.recipes.distill.students import (
 from stillhouse.recipes.distill.told import Conditions
 from stillhouse.recipes.distill.watching import StudentDrawer, StudentExporter, StudentPreview
 from stillhouse.recipes.parts import Guidance, NoGuidance
-from stillhouse.recipes.train.folders import write_record
+from stillhouse.recipes.train.folders import handed_on, write_record
 from stillhouse.recipes.train.sessions import (
     LongRun,
     build_trackers,
@@ -99,10 +99,13 @@ class DistillRun(LongRun):
     clip: PositiveFloat = 1e6
     """Largest norm of the gradient: of a sum over elements, and not clipped in the paper."""
     log_every: PositiveInt = 1_280
+    """Trajectories between log lines."""
     checkpoint_every: PositiveInt = 12_800
+    """Trajectories between checkpoints."""
     preview: StudentPreview = StudentPreview()
     comparison: Comparison = Comparison()
     out: Path = Path("runs/student")
+    """The run's folder."""
 
     @model_validator(mode="before")
     @classmethod
@@ -274,9 +277,7 @@ def build_hooks(
 def build_exporter(
     config: DistillRun, source: Source, student: NetworkDenoiser, walk: FewSteps
 ) -> StudentExporter:
-    # What is of this machine and no part of the model.
-    elsewhere = {"out", "checkpoints", "device", "model", "trackers", "preview", "comparison"}
-    facts = {"config": config.model_dump(mode="json", exclude=elsewhere)}
+    facts = handed_on(config, dict.fromkeys(("model", "preview", "comparison"), True))
     return StudentExporter(config, source, student, walk, facts)
 
 

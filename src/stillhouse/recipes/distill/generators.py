@@ -133,6 +133,7 @@ class Emd(Matched):
     langevin: PositiveInt = 8
     """Langevin steps per update: K. More cover more of the teacher's modes, and cost more."""
     noise_step: Annotated[float, Field(gt=0, lt=1)] = 0.16
+    """Size of the Langevin steps on the noise."""
     latent_step: NonNegativeFloat = 1.6e-5
     """0: the latent stays where it is, which saves a backward pass per step."""
     bookkeeping: Bookkeeping = "cancel"

@@ -66,6 +66,7 @@ class Sfd(Walked):
     solver: Solver = Dpmpp3M(lower_order_final=True)
     """Of the teacher."""
     distance: Literal["l1", "l2", "huber"] = "l1"
+    """Between where the student and its teacher arrive."""
     lpips: bool = False
     """Also compare how images look, at the last step: for pixels, in a second stage."""
     walks: NonNegativeInt = 0
@@ -166,6 +167,7 @@ class ConsistencyConfig(Walked):
     solver: Literal["heun", "euler"] = "heun"
     """Of the teacher."""
     distance: Literal["l1", "l2", "huber"] = "huber"
+    """Between the student's two answers."""
 
     def walk(self, wanted: Wanted) -> FewSteps:
         check_plain(self.kind, wanted)

@@ -27,7 +27,6 @@ from stillhouse.recipes import pictures
 from stillhouse.recipes.distill.students import Source, as_student
 from stillhouse.recipes.sampling import SampleRun, build_grid, draw_batch, walked
 from stillhouse.recipes.subjects import Subject
-from stillhouse.recipes.train.folders import without_places
 from stillhouse.recipes.train.tuning import Tuned
 from stillhouse.recipes.train.watching import PREFIX
 
@@ -45,6 +44,7 @@ class StudentPreview(Config):
     steps: PositiveInt = 20
     """Of the teacher."""
     seed: int = 0
+    """Of the samples' noise."""
 
 
 def draw_all(
@@ -128,7 +128,7 @@ class StudentExporter:
         network: Any = self.student.network
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
         facts = {
-            **without_places(dict(self.facts)),
+            **self.facts,
             "images": engine.images,
             "average": average,
             "null_label": network.null_label,

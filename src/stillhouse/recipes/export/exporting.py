@@ -56,6 +56,7 @@ class ExportRun(Config):
     format: tuple[Format, ...] = ("diffusers",)
     """One or several, in one folder: --format diffusers onnx."""
     out: Path = Path("exported")
+    """The folder to write."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights. auto: bfloat16 in a diffusers folder, float32 in graphs."""
     push_to: str = ""

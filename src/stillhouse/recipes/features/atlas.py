@@ -53,6 +53,7 @@ class AtlasRun(Reading):
     all: bool = False
     """Values and maps of attention, too, not only what the paper compares."""
     out: Path = Path("atlas.html")
+    """The page to write."""
 
 
 class Entry(NamedTuple):

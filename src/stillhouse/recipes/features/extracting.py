@@ -35,6 +35,7 @@ class ExtractRun(Reading):
     store: Store = "float16"
     """Precision of what is stored."""
     out: Path = Path("features")
+    """The folder to write."""
 
 
 def run(config: ExtractRun) -> StoredFeatures | None:

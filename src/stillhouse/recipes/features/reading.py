@@ -58,11 +58,13 @@ class Reading(Config):
     fit: Literal["squash", "crop"] = "squash"
     """The whole picture squeezed to that size, or its middle."""
     seed: int = 0
+    """Of the noise."""
     batch: PositiveInt = 8
     """Pictures in a run of the network."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the model."""
     device: Annotated[str, Field(min_length=1)] = "auto"
+    """auto, cpu or cuda."""
 
 
 class Chosen(Config):

@@ -91,6 +91,7 @@ class SelectRun(Reading):
     most: PositiveInt = 4
     """Activations that the probe chooses."""
     out: Path = Path("selection.json")
+    """The file to write."""
 
 
 def run(config: SelectRun) -> SelectionFile:

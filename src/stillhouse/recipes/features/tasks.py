@@ -44,6 +44,7 @@ class TaskRun(Reading):
     """A task that features are put to."""
 
     task: Literal["correspondence", "few-labels", "segmentation"] = "correspondence"
+    """Match points of two images, or learn what pixels show, of few images or by a linear head."""
     data: str = ""
     """The folder of an annotated data set, or its name below $STILLHOUSE_DATA."""
     format: Format = "auto"
@@ -69,6 +70,7 @@ class TaskRun(Reading):
     pictures: NonNegativeInt = 6
     """Answers that are drawn."""
     out: Path = Path("task")
+    """The folder to write."""
 
 
 def run(config: TaskRun) -> Record:

@@ -133,6 +133,7 @@ class EvaluateRun(Config):
     out: Path = Path("evaluation")
     """Where the record, the picture and the results go."""
     device: Annotated[str, Field(min_length=1)] = "auto"
+    """auto, cpu or cuda."""
 
 
 class Setting(NamedTuple):

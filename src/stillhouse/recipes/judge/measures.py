@@ -170,7 +170,6 @@ assert set(METRICS) == set(get_args(MetricName))
 
 DISTANCES = {"fid", "fid-infinity", "kid", "cmmd"}  # lower is better
 OF_FEATURES = DISTANCES | {"prdc"}  # and so have a floor: real against real
-OF_TEXT = {"clip-score", "retrieval"}
 
 
 def measure(metrics: Sequence[str], seen: Evidence) -> Values:

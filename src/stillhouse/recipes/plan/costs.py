@@ -48,6 +48,7 @@ class PlanRun(Config):
     """Where a run would be done."""
 
     gpus: PositiveInt = 1
+    """How many, in all machines."""
     device: Name = "h100"
     """Whose data sheet is read; cpu has none."""
     per_node: PositiveInt = 8

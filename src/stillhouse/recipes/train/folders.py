@@ -118,6 +118,15 @@ def base_digest(config: "TrainRun") -> str:
     return fingerprint([*files["network"], *files["vae"]])
 
 
+def handed_on(config: "LongRun", elsewhere: dict[str, Any]) -> dict[str, Any]:
+    """The config as it goes with the weights, without what is of this machine and no part of them.
+
+    `elsewhere`: what else is left out, as pydantic's `exclude`.
+    """
+    left_out = dict.fromkeys(("out", "checkpoints", "device", "trackers"), True) | elsewhere
+    return {"config": without_places(config.model_dump(mode="json", exclude=left_out))}
+
+
 def without_places(value: Any) -> Any:
     """The same facts with local paths cut to their last two names: they are nobody's business."""
     if isinstance(value, dict):

@@ -52,14 +52,17 @@ class Evaluation(Config):
     reference: Annotated[str, Field(min_length=1)]
     """What samples are compared with: images as `stillhouse evaluate --reference` takes them."""
     metrics: tuple[Watched, ...] = ("fid", "kid")
+    """Which distances."""
     detector: DetectorConfig = InceptionConfig()
     count: Annotated[int, Field(ge=LEAST)] = 1024
     """Samples of each evaluation. Values compare at the same count only."""
     steps: PositiveInt = 10
+    """Of the samples' solver."""
     solver: Solver = Dpmpp3M()
     batch: PositiveInt = 64
     """Samples per network call, on each process."""
     seed: int = 0
+    """Of the samples' noise."""
     cache: Path = CACHE
     """Where statistics of references are kept."""
     refresh: bool = False

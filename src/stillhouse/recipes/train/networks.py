@@ -59,7 +59,9 @@ class UNet(NetworkConfig):
     attention: tuple[int, ...] = (2,)
     """Levels with self-attention, counted from 0 at full resolution."""
     head_width: PositiveInt = 32
+    """Channels per head of attention."""
     dropout: Share = 0.0
+    """Share of activations that are dropped in training."""
 
     def build(
         self, shape: tuple[int, ...], classes: int, text_width: int = 0
@@ -96,10 +98,15 @@ class DiT(NetworkConfig):
 
     kind: Literal["dit"] = "dit"
     patch: PositiveInt = 2
+    """Pixels a side of a token."""
     depth: PositiveInt = 12
+    """Blocks."""
     heads: PositiveInt = 6
+    """Of attention."""
     head_width: PositiveInt = 64
+    """Channels per head."""
     dropout: Share = 0.0
+    """Share of activations that are dropped in training."""
 
     def build(
         self, shape: tuple[int, ...], classes: int, text_width: int = 0
@@ -134,7 +141,9 @@ class Perceptron(NetworkConfig):
 
     kind: Literal["perceptron"] = "perceptron"
     width: PositiveInt = 128
+    """Of each layer."""
     depth: PositiveInt = 3
+    """Layers."""
 
     def build(
         self, shape: tuple[int, ...], classes: int, text_width: int = 0
@@ -158,7 +167,9 @@ class Backbone(NetworkConfig):
 
     kind: Literal["backbone"] = "backbone"
     name: Name = "pixart"
+    """Which network."""
     size: Size = "small"
+    """Its widths and depth."""
     patch: PositiveInt = 2
     """Pixels a side of a token; not for unet."""
     token_width: PositiveInt = 128

@@ -43,7 +43,9 @@ class Edm(Process):
     sigma_data: PositiveFloat = 0.5
     """Standard deviation of the data."""
     sigma_min: PositiveFloat = 0.002
+    """The smallest noise level of a walk."""
     sigma_max: PositiveFloat = 80.0
+    """The largest, where a walk begins."""
 
     def scheduler(self) -> dict[str, Any]:
         return {
@@ -58,8 +60,11 @@ class Vp(Process):
 
     kind: Literal["vp"] = "vp"
     prediction: Literal["eps", "v", "x0"] = "eps"
+    """What the network says: the noise, v, or the image."""
     betas: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "linear"
+    """The noise schedule, by diffusers' names."""
     timesteps: PositiveInt = 1000
+    """How many there are."""
     zero_snr: bool = False
     """Let the last timestep be pure noise; needs prediction v or x0."""
     shift: PositiveFloat = 1.0

@@ -41,6 +41,7 @@ class LongRun(LoopConfig):
     checkpoints: str = ""
     """Where checkpoints go, also s3://...; RUN/checkpoints if not given."""
     device: Annotated[str, Field(min_length=1)] = "auto"
+    """auto, cpu or cuda."""
 
     def network_config(self, here: World) -> NetworkConfig:
         """Several processes train copies where nothing else was asked for."""

@@ -22,7 +22,6 @@ from stillhouse.data import DataConfig, Loader, PointsConfig, Prefetch
 from stillhouse.engine.checkpoints import Found
 from stillhouse.engine.ema import HalfLife, Profile
 from stillhouse.engine.loop import Engine, Hook, positions
-from stillhouse.engine.optimisers import AdamW, Optimiser
 from stillhouse.engine.world import WORK, World, gloo_group
 from stillhouse.errors import UserError
 from stillhouse.models.conditioning import GAMMA, Parts, Text
@@ -33,7 +32,7 @@ from stillhouse.recipes.encoded import encodes_once, read_once
 from stillhouse.recipes.latents import build_codec, drawn_shape
 from stillhouse.recipes.prompting import PipelineText
 from stillhouse.recipes.telling import DetailWeight, NoText, TextConfig, Texts, layout_of
-from stillhouse.recipes.train.folders import origins_of, write_record
+from stillhouse.recipes.train.folders import handed_on, origins_of, write_record
 from stillhouse.recipes.train.learner import NAME, Learner
 from stillhouse.recipes.train.measuring import Evaluation, NoEvaluation
 from stillhouse.recipes.train.networks import NetworkChoice, Pretrained, UNet
@@ -100,7 +99,6 @@ class TrainRun(LongRun):
     """Share of labels or captions that are replaced by none, for classifier-free guidance."""
     drop_control: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of controls that are not said, independently of that, for two-term guidance."""
-    optim: Optimiser = AdamW()
     averages: tuple[Profile, ...] = (HalfLife(),)
     """Moving averages of the weights, as JSON; the first is shown, measured and exported."""
     snapshot_every: NonNegativeInt = 0
@@ -126,7 +124,7 @@ def run(config: TrainRun) -> int:
 def train(config: TrainRun, here: World, caught: list[int]) -> int:
     """The run of one process among all."""
     if config.stages:
-        raise ValueError("a run in stages is trained by recipes.progressive.run_stages")
+        raise ValueError("a run in stages is trained by recipes.train.progressive.run_stages")
     config, asked = shifted(fitted(config)), config
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
@@ -289,9 +287,7 @@ def build_exporter(config: TrainRun, learner: Learner) -> Hook:
     if isinstance(config.network, Tuned):
         facts, folder = exported_facts(config), config.out / "model"
         return PipelineExporter(learner, config.shown, config.network, facts, folder)
-    # What is of this machine and no part of the model.
-    elsewhere = {"out", "checkpoints", "device", "evaluation", "codec"}
-    facts = {"config": config.model_dump(mode="json", exclude=elsewhere)}
+    facts = handed_on(config, {"evaluation": True, "codec": True})
     scheduler = config.process.scheduler()
     return Exporter(learner, config.shown, scheduler, facts, config.out / "model")
 

@@ -9,7 +9,6 @@
 | `codec` | | its vae |
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -48,7 +47,7 @@ from stillhouse.pipelines.schedules import Trained, read_schedule
 from stillhouse.process import Flow, Scaling
 from stillhouse.recipes.latents import prepared
 from stillhouse.recipes.prompting import PipelineText
-from stillhouse.recipes.train.folders import without_places
+from stillhouse.recipes.train.folders import handed_on
 from stillhouse.recipes.train.learner import NAME, Learner
 from stillhouse.recipes.train.networks import Pretrained
 from stillhouse.recipes.train.processes import Own
@@ -69,6 +68,7 @@ class Tuned(Pretrained):
     path: str = ""
     """The pipeline, if it is not --model."""
     method: Literal["full", "lora"] = "full"
+    """All weights, or LoRA adapters."""
     rank: PositiveInt = 16
     """Of LoRA's adapters."""
     alpha: NonNegativeFloat = 0.0
@@ -261,9 +261,7 @@ class PipelineExporter:
 
 
 def exported_facts(config: "TrainRun") -> dict[str, Any]:
-    """The run's config without what is of this machine and no part of the model."""
+    """What goes with the weights; the pipeline's own places are of this machine too."""
     places = {"path": True}
-    elsewhere: Any = dict.fromkeys(
-        ("out", "checkpoints", "device", "evaluation", "codec", "model"), True
-    ) | {"network": places, "process": places, "text": places}
-    return {"config": without_places(json.loads(config.model_dump_json(exclude=elsewhere)))}
+    whole = dict.fromkeys(("evaluation", "codec", "model"), True)
+    return handed_on(config, {**whole, "network": places, "process": places, "text": places})

@@ -39,9 +39,12 @@ class Preview(Config):
     every: PositiveInt = 50_000
     """Images between grids."""
     count: PositiveInt = 40
+    """Samples in a grid."""
     steps: PositiveInt = 12
+    """Of their solver."""
     solver: Solver = Dpmpp3M()
     seed: int = 0
+    """Of their noise."""
 
 
 class NoSource(Config):
@@ -56,6 +59,7 @@ class Validation(Config):
     every: PositiveInt = 50_000
     """Images between measurements."""
     images: PositiveInt = 1024
+    """Held-out images per measurement."""
     source: Annotated[
         NoSource | Parquet | Tars | Folder | Prepared, Field(discriminator="kind")
     ] = NoSource()
@@ -66,7 +70,10 @@ class Validation(Config):
             return None
         batch = min(batch, self.images) // here.size * here.size
         if not batch:
-            raise UserError(f"--validation.images {self.images} are too few for {here.size}")
+            raise UserError(
+                f"--validation.images {self.images} are too few for {here.size} processes: each "
+                "takes one at least"
+            )
         # As many batches on each process: a sharded network is called together.
         stop, held_out = self.images // batch * batch, data
         if isinstance(data, DataConfig):
