@@ -5,8 +5,8 @@ answers what only real numbers could: how much of each image a mask leaves.
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from itertools import count
+from collections.abc import Collection, Iterable
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class Ledger(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.moments: list[tuple[int, int]] = []  # (which storage, bytes more)
-        self.resized: set[int] = set()  # storages that were emptied and filled again
         self.operations = 0  # in floating point
         self._numbers = count()
         self._live: dict[int, tuple[int, int]] = {}  # by address: which storage, its bytes
@@ -71,21 +70,7 @@ class Ledger(TorchDispatchMode):
 
     def peak(self, without: Collection[int] = ()) -> int:
         """The most bytes at once, of all storages but those named."""
-        return max(self._sums(without), default=0)
-
-    def at_peak(self, only: Collection[int]) -> int:
-        """Bytes of these storages when all together are the most."""
-        totals, own = list(self._sums()), list(self._sums(only=only))
-        return own[totals.index(max(totals))] if totals else 0
-
-    def _sums(
-        self, without: Collection[int] = (), only: Collection[int] | None = None
-    ) -> Iterator[int]:
-        total = 0
-        for number, more in self.moments:
-            if number not in without and (only is None or number in only):
-                total += more
-            yield total
+        return max(accumulate(more for n, more in self.moments if n not in without), default=0)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()
@@ -101,7 +86,6 @@ class Ledger(TorchDispatchMode):
             number, before = self._live[storage._cdata]
             self._live[storage._cdata] = number, storage.nbytes()
             self.moments.append((number, storage.nbytes() - before))
-            self.resized.add(number)
 
     def _leave(self, address: int) -> None:
         number, size = self._live.pop(address)

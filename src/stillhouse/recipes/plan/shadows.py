@@ -46,7 +46,6 @@ class Step:
     tensors: int  # trained ones
     gradients: int
     activations: int  # and all else that comes and goes, but for gradients
-    gathered: int  # the share of them that are weights of other processes
     peak: int  # of gradients and activations together: some go as others come
     forward: float  # floating point operations per image
     operations: float  # the same of the whole step
@@ -269,7 +268,6 @@ class _Engine:
             tensors=len(trained),
             gradients=held(gradients),
             activations=self.ledger.peak(without=own),
-            gathered=self.ledger.at_peak(self.ledger.resized),
             peak=self.ledger.peak(),
             forward=self.forward / self.count,
             operations=self.ledger.operations / self.count,
