@@ -7,8 +7,8 @@ Targets are mixtures of Gaussians, whose denoiser is exact: `ring` (8 of them), 
 trained beforehand to denoise the same target, so all arms begin alike. Every method is run for as
 many iterations as the others, and once more for as many network evaluations as EMD-8 takes.
 
-Results, also in results/generators.json unless --quick, where targets that are done are not run
-again: per target and arm a value per seed of
+Results, also in results/generators/TARGET.json unless --quick, where what is done is not run again:
+per arm a value per seed of
 `modes`      share of modes with at least half of the mass that is theirs
 `density`    total variation between the histograms of generated and real points, 0 to 1
 `recall`     share of real points with a generated one in their neighbourhood (k = 5)
@@ -45,13 +45,14 @@ from stillhouse.objectives.denoising import Denoising
 from stillhouse.process import EDM, Batch, GaussianMixture, NetworkDenoiser, toys
 from stillhouse.process.levels import LogUniform
 
-RESULTS = Path(__file__).parent / "results" / "generators.json"
+RESULTS = Path(__file__).parent / "results" / "generators"
 HERE = World(0, 1, torch.device("cpu"))
 BATCH, SEEDS, POINTS = 128, 3, 2000
 START = 3.0  # of generators: a few times the size of the targets
 LEVELS = LogUniform(0.05, 5.0)
 RATE, SCORE_RATE = 2e-4, 1e-3
 STEPS = (1, 2, 4, 8, 16)  # of Langevin
+HOWS = ("iterations", "evaluations")  # what all arms have as many of
 CHAIN = {"noise_step": 0.16, "latent_step": 1e-3}
 
 
@@ -75,39 +76,55 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few iterations of one seed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    if RESULTS.exists() and not options.quick:
-        found = json.loads(RESULTS.read_text())
+    found = {}
     for name in options.targets or TARGETS:
-        if name not in found or options.quick:
-            found[name] = measure(TARGETS[name](), quick=options.quick)
-            if not options.quick:
-                RESULTS.write_text(json.dumps(found) + "\n")
-    shown = {name: {k: v for k, v in rows.items() if k != "points"} for name, rows in found.items()}
-    print(json.dumps({"quick": options.quick, **shown}))
+        kept = Kept(None if options.quick else RESULTS / f"{name}.json")
+        measure(TARGETS[name](), kept, quick=options.quick)
+        found[name] = {key: value for key, value in kept.found.items() if key != "points"}
+    print(json.dumps({"quick": options.quick, **found}))
 
 
-def measure(target: GaussianMixture, *, quick: bool) -> dict[str, Any]:
+class Kept:
+    """What is known of a target, in its file after every run: one that was broken off goes on."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.found: dict[str, Any] = {}
+        if file is not None and file.exists():
+            self.found = json.loads(file.read_text())
+        self.runs: dict[str, list[dict[str, float]]] = self.found.setdefault("runs", {})
+        self.points: dict[str, Any] = self.found.setdefault("points", {})
+
+    def write(self) -> None:
+        if self.file is not None:
+            self.file.parent.mkdir(exist_ok=True)
+            self.file.write_text(json.dumps(self.found) + "\n")
+
+
+def measure(target: GaussianMixture, kept: Kept, *, quick: bool) -> None:
     """All arms on one target."""
     iterations, seeds = (4, 1) if quick else (800, SEEDS)
-    runs: dict[str, list[dict[str, float]]] = {}
-    points: dict[str, Any] = {}
+    real = target.sample(POINTS, torch.Generator().manual_seed(99))
+    kept.found["floor"], kept.points["real"] = scores(target, real, 0), some(real)
+    names = [f"{name}/{how}" for name in ARMS for how in HOWS]
     for seed in range(seeds):
+        todo = [name for name in names if len(kept.runs.get(name, [])) <= seed]
+        if not todo:
+            continue
         network = trained(target, seed, steps=20 if quick else 3000)
         costs = {name: task_of(target, network, m, seed).evaluations_per_image.total()
                  for name, m in ARMS.items()}  # fmt: skip
-        for name, method in ARMS.items():
-            equal = max(1, round(iterations * costs["emd-8"] / costs[name]))
-            for how, count in {"iterations": iterations, "evaluations": equal}.items():
-                began = time.perf_counter()
-                drawn = distilled(target, network, method, seed, count)
-                row = scores(target, drawn, seed) | {"updates": count, "cost": costs[name]}
-                runs.setdefault(f"{name}/{how}", []).append(row)
-                if seed == 0 and how == "evaluations":
-                    points[name] = some(drawn)
-                print(f"{name}/{how} {seed} {time.perf_counter() - began:.0f} s {row}", flush=True)
-    real = target.sample(POINTS, torch.Generator().manual_seed(99))
-    return {"runs": runs, "floor": scores(target, real, 0), "points": points | {"real": some(real)}}
+        for name in todo:
+            began, (arm, how) = time.perf_counter(), name.split("/")
+            share = 1 if how == "iterations" else costs["emd-8"] / costs[arm]
+            count = max(1, round(iterations * share))
+            drawn = distilled(target, network, ARMS[arm], seed, count)
+            row = scores(target, drawn, seed) | {"updates": count, "cost": costs[arm]}
+            kept.runs.setdefault(name, []).append(row)
+            if seed == 0 and how == "evaluations":
+                kept.points[arm] = some(drawn)
+            kept.write()
+            print(f"{name} {seed} {time.perf_counter() - began:.0f} s {row}", flush=True)
 
 
 def some(points: Tensor) -> list[list[float]]:

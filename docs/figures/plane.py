@@ -2,7 +2,7 @@
 
 python docs/figures/plane.py
 
-One-step generators in the plane, from benchmarks/results/generators.json: points of every method's
+One-step generators in the plane, from benchmarks/results/generators: points of every method's
 first seed, at equal network evaluations, beside the target's; below each the share of modes that
 it kept and its recall, means over seeds.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from style import BLUE, GREY, HERE, INK, plots
 
-RESULTS = HERE.parent.parent / "benchmarks" / "results" / "generators.json"
+RESULTS = HERE.parent.parent / "benchmarks" / "results" / "generators"
 TARGETS = {"ring": "8 Gaussians", "checkerboard": "checkerboard", "rare": "a mode of 2%"}
 SCORES = {"modes": "modes kept", "density": "density error", "recall": "recall"}
 HOWS = {"evaluations": "equal network evaluations", "iterations": "equal iterations"}
@@ -21,7 +21,7 @@ REACH = 1.6
 
 
 def main() -> None:
-    found = json.loads(RESULTS.read_text())
+    found = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
     for how, title in HOWS.items():
         for target in filter(found.get, TARGETS):
             print(f"\n{TARGETS[target]}, {title}\n\n{table(found[target], how)}")
