@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from data.pictures import write_shards
 from metrics.shared import SHARED, weights_folder
+from understanding import understood
 
 from stillhouse.cli import main
-from stillhouse.cli.parse import parse
 from stillhouse.data.prepare.cluster import cluster
 from stillhouse.metrics.networks import FOLDER
 
@@ -161,25 +161,6 @@ def shortened(words: list[str], model: Path) -> list[str]:
     return words
 
 
-class Understood(Exception):
-    """A command line was, and nothing is done."""
-
-
-def check_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are written: of what is said twice, nobody would look at the first."""
-
-    def understand(*given, prog, **options):
-        found = parse(*given, prog=prog, **options)
-        if prog == "stillhouse plan RECIPE":  # which reads those of the recipe next
-            return found
-        raise Understood
-
-    monkeypatch.setattr("stillhouse.cli.parse.parse", understand)
-    with pytest.raises(Understood):
-        main(words)
-    monkeypatch.setattr("stillhouse.cli.parse.parse", parse)
-
-
 @pytest.fixture
 def one_cluster() -> Iterator[Callable[[], object]]:
     """Starts one for all that a page prepares, when it is asked for: each would start its own."""
@@ -220,7 +201,7 @@ def test_commands_run_in_order(
         if words[0] == "evaluate" or needs:
             weights_folder()  # or skip
         if (short := shortened(words, model)) != words:
-            check_words(words, monkeypatch)
+            understood(words, monkeypatch)  # of what is said twice, nobody would see the first
         words = short
         main(words)
         if "--dry-run" in words or words[0] == "plan" or words[:2] == ["features", "info"]:

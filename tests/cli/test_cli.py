@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 from pydantic import BaseModel
+from understanding import understood
 
 from stillhouse.cli import COMMANDS, main
 from stillhouse.cli.features import SUBCOMMANDS
-from stillhouse.cli.parse import _models, parse
+from stillhouse.cli.parse import _models
 
 TORCH = ("-c", "import torch")
 OURS = "import stillhouse as s; s.load_denoiser, s.solvers, s.process, s.NetworkDenoiser"
@@ -82,10 +83,6 @@ def test_help_lists_every_command(capsys):
     assert all(name in shown for name in COMMANDS)
 
 
-class Understood(Exception):
-    """A command was parsed."""
-
-
 SPOKEN = [[name] for name in COMMANDS if name != "features"] + [
     ["features", n] for n in SUBCOMMANDS
 ]
@@ -98,20 +95,9 @@ def configs_of_examples(command, monkeypatch, capsys) -> list[type[BaseModel]]:
     shown = capsys.readouterr().out
     lines = re.findall(r"^ +(stillhouse .*)$", shown.partition("Examples:")[2], re.MULTILINE)
     assert lines, shown
-    found = []
-
-    def stop(config, *given, **options):
-        parse(config, *given, **options)
-        found.append(type(config))
-        raise Understood
-
-    monkeypatch.setattr("stillhouse.cli.parse.parse", stop)
-    for line in lines:
-        words = shlex.split(line)[1:]
-        assert words[: len(command)] == command
-        with pytest.raises(Understood):
-            main(words)
-    return found
+    examples = [shlex.split(line)[1:] for line in lines]
+    assert all(words[: len(command)] == command for words in examples)
+    return [schema for words in examples for schema in understood(words, monkeypatch)]
 
 
 def undescribed(schema: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[str]:
@@ -135,6 +121,16 @@ def test_help_has_examples_that_are_understood_and_says_what_every_flag_is(
 ):
     for schema in configs_of_examples(command, monkeypatch, capsys):
         assert not [*undescribed(schema, set())]
+
+
+def test_a_plan_is_explained_by_either_word_for_help(capsys):
+    shown = []
+    for word in ("-h", "--help"):
+        with pytest.raises(SystemExit, match="0"):
+            main(["plan", "cifar10-dit", word])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert "--gpus" in shown[0]
 
 
 def test_an_unknown_command_is_answered_with_the_nearest():

@@ -229,6 +229,13 @@ def test_the_folder_of_a_training_run_is_refused(config, tmp_path):
         pass
 
 
+def test_a_torn_record_is_told_with_what_to_do(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"run": ')
+    with pytest.raises(UserError, match=r"read .*remove that file"), Task(config).claimed():
+        pass
+
+
 # ---------------------------------------------------------------- what cannot be done
 
 
