@@ -383,6 +383,16 @@ def sweep(means: dict[tuple[str, int, int], float], **changes) -> dict:
     return {"settings": rows, "metrics": ["fid"], "within": 5.0} | changes
 
 
+def test_a_picture_says_which_model_and_not_where_it_lies(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    said = []
+    monkeypatch.setattr(Figure, "suptitle", lambda _, text, **options: said.append(text))
+    facts = {"model": "/home/me/reference/emoji", "count": 8, "seeds": 1, "floor": {}}
+    verdicts.draw(sweep({("a", 5, 5): 1.0}, **facts), tmp_path / "plot.png")
+    assert said == ["reference/emoji: 8 samples, 1 seed(s)"]
+
+
 def test_the_cheapest_good_setting_is_found():
     means = {("a", 5, 5): 1.2, ("a", 8, 8): 1.04, ("b", 10, 20): 1.0, ("b", 4, 8): 1.049}
     choice = verdicts.cheapest(sweep(means))

@@ -49,6 +49,17 @@ def listed(changed: Sequence[str], most: int = 5) -> str:
     return "; ".join([*(shorten(text, 120) for text in changed[:most]), *more])
 
 
+def without_places(value: Any) -> Any:
+    """The same facts with local paths cut to their last two names: they are nobody's business."""
+    if isinstance(value, dict):
+        return {key: without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_places(inner) for inner in value]
+    if isinstance(value, str) and value.startswith("/"):
+        return "/".join(Path(value).parts[-2:])
+    return value
+
+
 @contextmanager
 def claimed(
     folder: Path, run: dict[str, Any], seen: dict[str, Any], free: Collection[str]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stillhouse.errors import UserError
+from stillhouse.recipes.claims import without_places
 from stillhouse.recipes.export.scripts import SHOWN, onnx_script, torch_script
 from stillhouse.recipes.judge.verdicts import describe, said
 from stillhouse.recipes.parts import NoGuidance
 from stillhouse.recipes.pictures import can_plot
 from stillhouse.recipes.subjects import Subject
-from stillhouse.recipes.train.folders import without_places
 
 if TYPE_CHECKING:
     from stillhouse.recipes.export.exporting import ExportRun

@@ -34,14 +34,14 @@ from stillhouse.pipelines import (
 from stillhouse.pipelines.few_steps import FILE, read_walk, save_walk
 from stillhouse.pipelines.load import CONDITIONING, read_json
 from stillhouse.process import NetworkDenoiser
-from stillhouse.recipes.claims import make_folder
+from stillhouse.recipes.claims import make_folder, without_places
 from stillhouse.recipes.export import cards, drawing, graphs, scripts
 from stillhouse.recipes.export.pushing import check_name, push
 from stillhouse.recipes.parts import Guidance, NoGuidance
 from stillhouse.recipes.pictures import can_plot
 from stillhouse.recipes.sampling import SampleRun, build_grid, walked
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
-from stillhouse.recipes.train.folders import RECORD, without_places
+from stillhouse.recipes.train.folders import RECORD
 
 Format = Literal["diffusers", "onnx", "torch-export"]
 ENDINGS = {"onnx": "onnx", "torch-export": "pt2"}

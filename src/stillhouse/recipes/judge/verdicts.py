@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from stillhouse.metrics.frechet import TRUSTED
+from stillhouse.recipes.claims import without_places
 from stillhouse.recipes.judge.measures import DISTANCES
 from stillhouse.recipes.pictures import pyplot
 
@@ -178,7 +179,8 @@ def draw(record: Record, target: Path) -> None:
         axis.tick_params(labelsize=7)
     axes[0][0].legend(fontsize=7)
     figure.suptitle(
-        f"{record['model']}: {record['count']} samples, {record['seeds']} seed(s)", fontsize=9
+        f"{without_places(record['model'])}: {record['count']} samples, {record['seeds']} seed(s)",
+        fontsize=9,
     )
     figure.savefig(target, dpi=130)
     plt.close(figure)

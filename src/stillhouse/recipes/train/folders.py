@@ -14,7 +14,13 @@ from stillhouse.errors import UserError
 from stillhouse.files import fingerprint, write_whole
 from stillhouse.pipelines import checkpoint_files
 from stillhouse.pipelines.families import whole_folder
-from stillhouse.recipes.claims import differences, listed, locked, make_folder
+from stillhouse.recipes.claims import (
+    differences,
+    listed,
+    locked,
+    make_folder,
+    without_places,
+)
 from stillhouse.recipes.train.learner import Learner
 
 if TYPE_CHECKING:
@@ -125,14 +131,3 @@ def handed_on(config: "LongRun", elsewhere: dict[str, Any]) -> dict[str, Any]:
     """
     left_out = dict.fromkeys(("out", "checkpoints", "device", "trackers"), True) | elsewhere
     return {"config": without_places(config.model_dump(mode="json", exclude=left_out))}
-
-
-def without_places(value: Any) -> Any:
-    """The same facts with local paths cut to their last two names: they are nobody's business."""
-    if isinstance(value, dict):
-        return {key: without_places(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_places(inner) for inner in value]
-    if isinstance(value, str) and value.startswith("/"):
-        return "/".join(Path(value).parts[-2:])
-    return value
