@@ -20,10 +20,10 @@ again, and a run that was broken off goes on where it was. `--plan` prints the c
 
 All students of a model have the same budget of network evaluations, a backward pass counted as two:
 less than a twentieth of what the teacher's training cost. `more3` has more, and `one` is charged
-on top of its teacher. SFD keeps its walks, a third of the budget, and learns from them again: with
-new walks for every lesson its distance was .36 in place of .31 (emoji, 3 evaluations, one run
-each, at a learning rate of 5e-4). The stages of `half` share the budget, so its student of 4 steps
-has had half of it.
+on top of its teacher. All but `one` keep their walks, a third of the budget, and learn from them
+again: with new walks for every lesson SFD's distance was .36 in place of .31 (emoji, 3 evaluations,
+one run each, at a learning rate of 5e-4). The stages of `half` share the budget, so its student of
+4 steps has had half of it.
 
 Measured for each number of evaluations: distance to the teacher's 50 steps from the same noise,
 also of the teacher's own solvers, and the Fréchet distance of features.
@@ -82,34 +82,31 @@ class Arm:
     flags: str
     evaluations: str
     walk: float = 0  # of the teacher, guided where it is
-    lesson: float = (
-        0  # forwards of the student, a backward counted as two; and of students that teach
-    )
-    again: bool = False  # whether walks are kept and learnt from again
+    lesson: float = 0  # forwards of the student, a backward counted as two
+    later: float = 0  # of students that teach, which are guided no more
+    again: bool = True  # whether walks are kept and learnt from again
     times: int = 1  # the budget
 
     def images(self, model: "Model") -> int:
         """As many as the budget pays for, in whole batches."""
-        paid = self.times * model.budget - self.walks(model) * model.calls * self.walk
-        each = self.lesson + (0 if self.again else model.calls * self.walk)
+        paid = self.times * model.budget - self.walks(model) * self.walking(model)
+        each = self.lesson + (0 if self.again else self.walking(model))
         return int(paid / each) // model.batch * model.batch
+
+    def walking(self, model: "Model") -> float:
+        """What a walk costs; of stages, one in each."""
+        return model.calls * self.walk + self.later
 
     def walks(self, model: "Model") -> int:
         """A third of the budget goes into walks where they are kept."""
         if not self.again:
             return 0
         paid = self.times * model.budget / 3
-        return int(paid / (model.calls * self.walk)) // model.batch * model.batch
+        return int(paid / self.walking(model)) // model.batch * model.batch
 
 
 def sfd(n: float, flags: str = "--method sfd", evaluations: str = "", refinement: int = 4) -> Arm:
-    return Arm(flags, evaluations or f"{n:g}", refinement * (n + 1), 3 * n, again=True)
-
-
-def halving() -> tuple[float, float]:
-    """Mean over the stages, all of which have as many images; the first alone is guided."""
-    first, *rest = HALVES
-    return 2 * first / len(HALVES), 2 * sum(rest) / len(HALVES) + 3
+    return Arm(flags, evaluations or f"{n:g}", refinement * (n + 1), 3 * n)
 
 
 ARMS = {
@@ -119,9 +116,15 @@ ARMS = {
     **{f"sfd{n}": sfd(n) for n in range(1, 6)},
     "more3": replace(sfd(3), times=4),
     "k1": sfd(3, "--method sfd --method.refinement 1", refinement=1),
-    "half": Arm("--method progressive --method.first 16", "1", *halving()),
-    "consistency": Arm("--method consistency", "1..5", 36, 4),
-    "one": Arm("--method sfd --method.refinement 3", "1", 0, 5 + 3),  # its teacher is a student
+    "half": Arm(
+        f"--method progressive --method.first {2 * HALVES[0]}",
+        "1",
+        walk=2 * HALVES[0],
+        lesson=3,
+        later=2 * sum(HALVES[1:]),
+    ),
+    "consistency": Arm("--method consistency", "1..5", walk=36, lesson=4),
+    "one": Arm("--method sfd --method.refinement 3", "1", lesson=3, later=5, again=False),
 }
 PLAN = [
     f"{model}-{arm}-{seed}"

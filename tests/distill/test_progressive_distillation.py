@@ -31,7 +31,7 @@ from stillhouse.distill.progressive import (
     halvings,
     landing,
 )
-from stillhouse.distill.trajectories import Starts, frozen
+from stillhouse.distill.trajectories import Start, Starts, frozen, walk_from
 from stillhouse.errors import UserError
 from stillhouse.process import (
     EDM,
@@ -110,7 +110,8 @@ def stretch_of(grids, steps: int, count: int, dtype=torch.float32) -> Stretch:
     start = PLANE.rows(torch.arange(count))
     start = type(start)(start.noise.to(dtype), start.key)
     task = Progressive(RowResidual(DATA), DATA, grids, steps, HERE)
-    return drawn_stretch(task.trajectories, grids, steps + 1, start, 0)
+    states = walk_from(start, steps + 1, task.trajectories, grids, None, HERE)
+    return drawn_stretch(states, grids.student(steps + 1), start, 0)
 
 
 @each_kind
@@ -171,11 +172,24 @@ def test_the_loss_is_that_of_the_paper(grids):
     assert task.report() == {}
 
 
+def drawn_steps(start: Start, seed: int = 0) -> list[int]:
+    """Of walks with four."""
+    states = [start.noise] * 5
+    return drawn_stretch(states, GRIDS.student(5), start, seed).index.tolist()
+
+
+def test_a_walk_that_comes_again_shows_every_step_as_often():
+    keys, turns = torch.arange(8), 1000
+    by_turn = [drawn_steps(PLANE.rows(keys, torch.full_like(keys, turn))) for turn in range(turns)]
+    for steps in zip(*by_turn, strict=True):
+        assert all(abs(steps.count(i) - turns / 4) <= 3 for i in range(4))
+        assert all(len(set(steps[turn : turn + 8])) == 4 for turn in range(turns - 8))
+    assert len(set(by_turn[0])) > 1  # not the same step of all at a time
+
+
 def test_which_step_is_trained_depends_on_seed_and_key_alone_and_each_is_as_likely():
     def drawn(keys: Tensor, seed: int = 0) -> list[int]:
-        task = Progressive(RowResidual(DATA), DATA, GRIDS, 4, HERE)
-        rows = PLANE.rows(keys)
-        return drawn_stretch(task.trajectories, GRIDS, 5, rows, seed).index.tolist()
+        return drawn_steps(PLANE.rows(keys), seed)
 
     whole = drawn(torch.arange(2000))
     assert drawn(torch.tensor([17, 3])) == [whole[17], whole[3]]

@@ -140,8 +140,9 @@ def test_two_processes_share_the_batches_of_one():
 def test_starts_come_again_after_as_many_as_are_distinct():
     starts, here = Starts((2,), seed=3, distinct=6), World(1, 2, torch.device("cpu"))
     feed = starts.feed(0, 4, here)
-    keys = [next(feed).batch.key.tolist() for _ in range(4)]
-    assert keys == [[2, 3], [0, 1], [4, 5], [2, 3]]
+    batches = [next(feed).batch for _ in range(4)]
+    assert [batch.key.tolist() for batch in batches] == [[2, 3], [0, 1], [4, 5], [2, 3]]
+    assert [batch.turn.tolist() for batch in batches] == [[0, 0], [1, 1], [1, 1], [2, 2]]
     again, once = starts.rows(torch.tensor([2, 3])), Starts((2,), seed=3).rows(torch.arange(4))
     assert torch.equal(again.noise, once.noise[2:])
 

@@ -155,6 +155,30 @@ def test_walks_that_come_again_are_kept_and_cost_nothing(method, teacher, tmp_pa
         run(distilling(teacher, tmp_path / "odd", method=odd, **settings))
 
 
+@pytest.mark.parametrize(
+    ("method", "folder", "walk", "lesson"),
+    [
+        (ConsistencyConfig(timestamps=4), "", 6, 4),
+        (ProgressiveConfig(first=2), "1-steps", 2, 3),
+    ],
+    ids=["consistency", "progressive"],
+)
+def test_peers_keep_their_walks_too(method, folder, walk, lesson, teacher, tmp_path):
+    """Batches that come again are seen at other steps: their lessons are not the same."""
+    once = method.model_copy(update={"walks": 8})
+    settings = {"evaluations": "1", "images": 32}
+    wanted = Comparison(count=2, steps=2, solvers=())
+    run(distilling(teacher, tmp_path / "kept", method=once, comparison=wanted, **settings))
+    run(distilling(teacher, tmp_path / "new", method=method, **settings))
+    kept, new = (losses(tmp_path / name / folder) for name in ("kept", "new"))
+    assert kept[:2] == new[:2]
+    assert kept[2:] != new[2:]
+    files = list((tmp_path / "kept" / folder / "walks").iterdir())
+    assert len(files) == 2
+    found = json.loads((tmp_path / "kept" / folder / "comparison.json").read_text())
+    assert found["evaluations_per_image"] == walk * 8 / 32 + lesson
+
+
 def test_kept_walks_deal_the_numbers_of_steps_in_turn(teacher, tmp_path):
     method = SfdV(refinement=1, walks=8)
     run(distilling(teacher, tmp_path / "run", method=method, evaluations="1..2", images=16))

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from stillhouse.distill.grids import Grids, evaluations_of
 from stillhouse.distill.progressive import StepLosses, Stretch, drawn_stretch
 from stillhouse.distill.sfd import NAME, Distance, huber
-from stillhouse.distill.trajectories import Evaluations, Start, Trajectories, walk_evaluations
+from stillhouse.distill.trajectories import (
+    Evaluations,
+    Kept,
+    Start,
+    Trajectories,
+    walk_evaluations,
+    walk_from,
+)
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World
 from stillhouse.objectives.consistency import Consistent
@@ -43,6 +50,7 @@ class ConsistencyDistillation:
     world: World
     seed: int = 0
     distance: Distance = huber
+    kept: Kept | None = None  # where walks are kept, if starts come again
     losses: StepLosses = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +75,10 @@ class ConsistencyDistillation:
             per_sample = self.distance(function(part.x, part.sigma, part.condition) - goal)
             return per_sample, per_sample
 
-        taken = drawn_stretch(self.trajectories, self.grids, self.timestamps, start, self.seed)
+        states = walk_from(
+            start, self.timestamps, self.trajectories, self.grids, self.kept, self.world
+        )
+        taken = drawn_stretch(states, self.grids.student(self.timestamps), start, self.seed)
         per_sample = engine.update(NAME, loss, taken)
         if not engine.skips_in_a_row:
             self.losses.add(taken.index, per_sample)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stillhouse.distill.grids import Grids, evaluations_of
 from stillhouse.distill.sfd import NAME, l2
-from stillhouse.distill.trajectories import Evaluations, Start, Teacher, Trajectories
+from stillhouse.distill.trajectories import Evaluations, Kept, Start, Teacher, walk_from
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
@@ -77,6 +77,9 @@ class Nested:
 # ---------------------------------------------------------------- one step of each walk
 
 
+GOLDEN = 0.6180339887498949  # (sqrt(5) - 1)/2, whose multiples lie evenly on a circle of 1
+
+
 @dataclass(frozen=True, eq=False)
 class Stretch(Record):
     """One step of a walk for every sample, each at its own levels."""
@@ -89,22 +92,22 @@ class Stretch(Record):
     condition: Condition | None = None
 
 
-def drawn_stretch(
-    trajectories: Trajectories, grids: Grids, timestamps: int, start: Start, seed: int
-) -> Stretch:
-    """Which step of its walk a sample gets follows from (seed, key); each is as likely."""
-    grid = grids.student(timestamps)
-    x = grids.start(start.noise, float(grid[0]))
-    states = [x, *trajectories(x, timestamps, start.condition)]
+def drawn_stretch(states: list[Tensor], grid: Tensor, start: Start, seed: int) -> Stretch:
+    """Which step of its walk a sample gets follows from (seed, key); each is as likely.
+
+    A walk that comes again shows another step, and in time all of them as often.
+    """
     drawn = keyed_uniform(start.key, seed=seed, purpose="distill/stretch")
-    index = (drawn * (timestamps - 1)).long()
+    if start.turn is not None:
+        drawn = (drawn + start.turn.cpu().double() * GOLDEN) % 1
+    index = (drawn * (len(grid) - 1)).long()
 
     def at(levels: Tensor) -> Tensor:
         return torch.stack([states[i][row] for row, i in enumerate(levels.tolist())])
 
     following = index + 1
     found = Stretch(at(index), grid[index], at(following), grid[following], index, start.condition)
-    return found.to(x.device)
+    return found.to(states[0].device)
 
 
 class StepLosses:
@@ -143,6 +146,7 @@ class Progressive:
     steps: int  # n, of the student
     world: World
     seed: int = 0
+    kept: Kept | None = None  # where walks are kept, if starts come again
     losses: StepLosses = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +174,9 @@ class Progressive:
             per_sample = truncated_snr(part.sigma).to(answer) * l2(answer - landing(part))
             return per_sample, per_sample
 
-        taken = drawn_stretch(self.trajectories, self.grids, self.steps + 1, start, self.seed)
+        levels = self.steps + 1
+        states = walk_from(start, levels, self.trajectories, self.grids, self.kept, self.world)
+        taken = drawn_stretch(states, self.grids.student(levels), start, self.seed)
         per_sample = engine.update(NAME, loss, taken)
         if not engine.skips_in_a_row:
             self.losses.add(taken.index, per_sample)

@@ -10,7 +10,7 @@ errors, and no gradient crosses steps. With AFS the first step is analytical and
 SFD-v draws the number of timestamps anew for each batch and tells the student.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -26,6 +26,7 @@ from stillhouse.distill.trajectories import (
     Start,
     Trajectories,
     walk_evaluations,
+    walk_from,
     with_steps,
 )
 from stillhouse.engine.loop import Engine
@@ -123,8 +124,7 @@ class SFD:
         start = batch.to(self.world.device)
         count = self._timestamps_of(batch)
         grid: list[float] = self.grids.student(count).tolist()
-        x = self.grids.start(start.noise, grid[0])
-        goals = self._goals(batch.key, x, count, start.condition)
+        x, *goals = walk_from(start, count, self.trajectories, self.grids, self.kept, self.world)
         cond = with_steps(start.condition, count, x) if self.told else start.condition
         for i, (ends, goal) in enumerate(zip(pairwise(grid), goals, strict=True)):
             if i == 0 and self.afs:
@@ -135,14 +135,6 @@ class SFD:
             if engine.skips_in_a_row:  # on every process; what follows would not be finite either
                 return
             self.losses.setdefault(f"timestamps{count}/step{i}", []).append(per_sample)
-
-    def _goals(
-        self, key: Tensor, x: Tensor, count: int, cond: Condition | None
-    ) -> Sequence[Tensor]:
-        if self.kept is None:
-            return self.trajectories(x, count, cond)
-        found = self.kept(key, count, lambda: self.trajectories(x, count, cond), self.world)
-        return [state.to(x.device) for state in found]
 
     def _loss(self, engine: Engine, sigma: float, sigma_next: float, *, last: bool) -> Loss:
         denoiser: Any = engine[NAME]

@@ -28,8 +28,9 @@ class Start(Record):
     """A batch without data: what a walk needs to begin."""
 
     noise: Tensor  # [B, ...], unit
-    key: Tensor  # [B] images seen before this one, over the whole run
+    key: Tensor  # [B] which starts they are
     condition: Condition | None = None
+    turn: Tensor | None = None  # [B] how often they have come before; None: never
 
     @property
     def ids(self) -> Tensor:
@@ -69,9 +70,9 @@ class Starts:
     conditions: Callable[[Tensor], Condition | None] = no_condition
     distinct: int = 0  # after so many starts the first comes again; 0: they never do
 
-    def rows(self, key: Tensor) -> Start:
+    def rows(self, key: Tensor, turn: Tensor | None = None) -> Start:
         noise = keyed_normal(self.shape, key, seed=self.seed, purpose="distill/start")
-        return Start(noise, key, self.conditions(key))
+        return Start(noise, key, self.conditions(key), turn)
 
     def feed(self, images: int, batch: int, world: World) -> Iterator[Item]:
         """This process's shares of batches of `batch`, after `images`."""
@@ -79,9 +80,9 @@ class Starts:
         while True:
             first = images + world.rank * share
             images += batch
-            key = torch.arange(first, first + share)
-            key = key % self.distinct if self.distinct else key
-            yield Item(self.rows(key), {"images": images})
+            seen = torch.arange(first, first + share)
+            again = (seen % self.distinct, seen // self.distinct) if self.distinct else (seen,)
+            yield Item(self.rows(*again), {"images": images})
 
 
 # ---------------------------------------------------------------- teachers
@@ -147,6 +148,24 @@ class Kept:
             write_whole(file, save(made))
         found = load(file.read_bytes())
         return [found[str(i)] for i in range(len(found))]
+
+
+def walk_from(
+    start: Start,
+    timestamps: int,
+    trajectories: Trajectories,
+    grids: Grids,
+    kept: Kept | None,
+    world: World,
+) -> list[Tensor]:
+    """All states of the walk, its first among them: made, or read where they are kept."""
+    x = grids.start(start.noise, float(grids.student(timestamps)[0]))
+
+    def make() -> Sequence[Tensor]:
+        return trajectories(x, timestamps, start.condition)
+
+    following = make() if kept is None else kept(start.key, timestamps, make, world)
+    return [x, *(state.to(x.device) for state in following)]
 
 
 def earlier_student(

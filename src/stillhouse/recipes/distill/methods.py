@@ -35,12 +35,15 @@ START = 80.0  # the first level of students of a process whose own is infinite
 
 
 class Walked(Config):
-    """What all have: where walks begin and end."""
+    """What all have: where walks begin and end, and whether they come again."""
 
     sigma_min: PositiveFloat = SIGMA_MIN
     """Where walks end, unless they are exportable; 0.1 for Stable Diffusion."""
     sigma_max: PositiveFloat | None = None
     """Where they begin; the model's own noisiest level, or 80 where that has no signal left."""
+    walks: NonNegativeInt = 0
+    """Distinct walks of the teacher, kept in RUN/walks and learnt from again and again; 0: every
+    walk is new. A multiple of the batch; in progressive distillation, for every stage."""
 
     def few_steps(self, method: str, wanted: Wanted, **how: Any) -> FewSteps:
         """Walks between these ends, without an analytical step unless `how` has one."""
@@ -53,6 +56,9 @@ class Walked(Config):
             guidance=wanted.guidance,
             **{"afs": False, **how},
         )
+
+    def kept(self, lesson: Lesson) -> Kept | None:
+        return Kept(lesson.folder / "walks") if self.walks else None
 
 
 class Sfd(Walked):
@@ -69,9 +75,6 @@ class Sfd(Walked):
     """Between where the student and its teacher arrive."""
     lpips: bool = False
     """Also compare how images look, at the last step: for pixels, in a second stage."""
-    walks: NonNegativeInt = 0
-    """Distinct walks of the teacher, kept in RUN/walks and learnt from again and again; 0: every
-    walk is new. A multiple of the batch."""
 
     @property
     def told(self) -> bool:
@@ -124,7 +127,7 @@ class Sfd(Walked):
             walk.told,
             DISTANCES[self.distance],
             how_it_looks(lesson) if self.lpips else None,
-            Kept(lesson.folder / "walks") if self.walks else None,
+            self.kept(lesson),
         )
 
 
@@ -154,7 +157,15 @@ class ProgressiveConfig(Walked):
         if lesson.earlier is not None:
             check_second_stage(lesson.earlier, walk, 2)
         grids = walk.grids(lesson.scaling)
-        return Progressive(lesson.student, lesson.teacher, grids, steps, lesson.world, lesson.seed)
+        return Progressive(
+            lesson.student,
+            lesson.teacher,
+            grids,
+            steps,
+            lesson.world,
+            lesson.seed,
+            self.kept(lesson),
+        )
 
 
 class ConsistencyConfig(Walked):
@@ -186,6 +197,7 @@ class ConsistencyConfig(Walked):
             lesson.world,
             lesson.seed,
             DISTANCES[self.distance],
+            self.kept(lesson),
         )
 
 
