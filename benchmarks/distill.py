@@ -12,14 +12,14 @@ again, and a run that was broken off goes on where it was. `--plan` prints the c
 | `before` | distances of the teacher's solvers, and of SFD's student before it has learnt |
 | `sfd1` ... `sfd5` | SFD, a student for each number of evaluations |
 | `sfdv` | SFD-v, one student for 2 to 5 |
-| `more3` | SFD at 3 evaluations with four times the budget |
+| `more` | SFD-v with four times the budget |
 | `k1` | SFD at 3 evaluations with a teacher that is no finer: K = 1 |
 | `half` | progressive distillation from 16 steps: 8, 4, 2 and 1 |
 | `consistency` | consistency distillation, 1 to 5 evaluations |
 | `one` | the second stage: one evaluation from `sfdv` |
 
 All students of a model have the same budget of network evaluations, a backward pass counted as two:
-less than a twentieth of what the teacher's training cost. `more3` has more, and `one` is charged
+less than a twentieth of what the teacher's training cost. `more` has more, and `one` is charged
 on top of its teacher. All but `one` keep their walks, a third of the budget, and learn from them
 again: with new walks for every lesson SFD's distance was .36 in place of .31 (emoji, 3 evaluations,
 one run each, at a learning rate of 5e-4). The stages of `half` share the budget, so its student of
@@ -114,7 +114,7 @@ ARMS = {
     "before": Arm("--method sfd", "1..5"),
     "sfdv": sfd(3.5, "--method sfd-v", "2..5"),
     **{f"sfd{n}": sfd(n) for n in range(1, 6)},
-    "more3": replace(sfd(3), times=4),
+    "more": replace(sfd(3.5, "--method sfd-v", "2..5"), times=4),
     "k1": sfd(3, "--method sfd --method.refinement 1", refinement=1),
     "half": Arm(
         f"--method progressive --method.first {2 * HALVES[0]}",
