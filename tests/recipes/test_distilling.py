@@ -14,6 +14,7 @@ from small_models import save_scheduler, small_unet, unit_noise
 
 from stillhouse.cli import main
 from stillhouse.distill.grids import Polynomial
+from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.sharding import Spread
 from stillhouse.errors import UserError
@@ -305,6 +306,28 @@ def test_guidance_is_learnt_from_the_teacher(tmp_path):
     assert walk.guidance["weight"] == 4
 
 
+def test_a_student_is_averaged_and_its_teacher_in_bfloat16_if_asked_for(teacher, tmp_path):
+    plain, rough, averaged = (
+        distilling(teacher, tmp_path / name, **changes)
+        for name, changes in {
+            "plain": {},
+            "rough": {"teacher": "bfloat16"},
+            "averaged": {"averages": (HalfLife(images=1000, ramp=0),)},
+        }.items()
+    )
+    for config in (plain, rough, averaged):
+        run(config)
+    assert losses(rough.out) != losses(plain.out)
+    assert losses(rough.out) == pytest.approx(losses(plain.out), rel=0.05)
+    assert losses(averaged.out) == losses(plain.out)
+    began, ended, mean = (
+        load_file(folder / WEIGHTS)
+        for folder in (teacher, plain.out / "model", averaged.out / "model")
+    )
+    moved = [(mean[k] - began[k]).norm() / (ended[k] - began[k]).norm() for k in began]
+    assert 0 < max(float(share) for share in moved if share.isfinite()) < 0.1
+
+
 def test_labels_are_those_that_were_asked_for(tmp_path):
     """A class that is not drawn is not learnt: its embedding keeps its bits."""
     teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
@@ -377,6 +400,32 @@ def test_progressive_distillation_halves_the_steps_stage_by_stage(teacher, tmp_p
     sample(SampleRun(model=str(one), count=2, out=tmp_path / "drawn"))
 
 
+def test_later_stages_are_compared_with_the_first_teacher(tmp_path):
+    """Guided as it was: with the student of the stage before, they would be compared with less."""
+    teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
+    wanted = Comparison(count=2, steps=4, solvers=())
+    guided = {"guidance": ClassifierFree(weight=4.0), "null_label": 7, "comparison": wanted}
+    method = ProgressiveConfig(first=4)
+    config = distilling(teacher, tmp_path / "run", method=method, evaluations="1", **guided)
+    run(config)
+    second = distilling(
+        tmp_path / "run/2-steps",
+        tmp_path / "second",
+        method=ProgressiveConfig(first=2),
+        evaluations="1",
+        null_label=7,
+        comparison=wanted.model_copy(update={"against": str(teacher)}),
+    )
+    run(second)
+    folders = ("run/2-steps", "run/1-steps", "second/1-steps")
+    first, *later = (
+        json.loads((tmp_path / folder / "comparison.json").read_text()) for folder in folders
+    )
+    assert [found["teacher_steps"] for found in (first, *later)] == [4, 4, 4]
+    for found in later:  # the same walks: the same numbers
+        assert found["spread"]["teacher"] == pytest.approx(first["spread"]["teacher"], rel=1e-6)
+
+
 def test_a_stage_follows_the_steps_of_the_student_before_it(teacher, tmp_path):
     """Which knows two: a student of one follows those, and no other."""
     method = ProgressiveConfig(first=4)
@@ -427,14 +476,25 @@ def test_lpips_counts_at_the_last_step_and_teaches(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- resume, processes
 
 
-def test_a_resumed_run_equals_one_that_was_not_interrupted(teacher, tmp_path):
-    whole = distilling(teacher, tmp_path / "whole", method=SfdV(refinement=2), evaluations="1..3")
+@pytest.mark.parametrize(
+    ("method", "evaluations"),
+    [
+        (SfdV(refinement=2), "1..3"),
+        (Sfd(refinement=2, walks=4), "2"),
+        (ConsistencyConfig(timestamps=4, walks=4), "1"),
+    ],
+    ids=["sfd-v", "kept", "consistency-kept"],
+)
+def test_a_resumed_run_equals_one_that_was_not_interrupted(method, evaluations, teacher, tmp_path):
+    whole = distilling(teacher, tmp_path / "whole", method=method, evaluations=evaluations)
     run(whole)
     half = whole.model_copy(update={"out": tmp_path / "half", "images": 4})
     run(half)
     run(half.model_copy(update={"images": 8}))
     assert losses(whole.out) == losses(half.out)
-    for name in (WEIGHTS, "conditioning.safetensors"):
+    files = sorted(file.name for file in (whole.out / "model").glob("*.safetensors"))
+    assert WEIGHTS in files
+    for name in files:
         one, other = (load_file(c.out / "model" / name) for c in (whole, half))
         assert all(torch.equal(one[key], other[key]) for key in one)
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from recipes.together import distil_by_two
@@ -13,6 +14,7 @@ from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.sharding import Spread
 from stillhouse.errors import UserError
 from stillhouse.pipelines.few_steps import FewStepPipeline
+from stillhouse.process import starting_noise
 from stillhouse.recipes.distill.comparing import Comparison
 from stillhouse.recipes.distill.distilling import DistillRun, run
 from stillhouse.recipes.distill.methods import Sfd, SfdV
@@ -87,6 +89,31 @@ def test_two_processes_with_sharded_networks_distil_as_one_does(models, prompts,
     both = alone.model_copy(update={"out": tmp_path / "two", "spread": Spread(sharding="fsdp")})
     distil_by_two(both, tmp_path)
     torch.testing.assert_close(losses(both.out), losses(alone.out), rtol=1e-4, atol=0)
+
+
+def test_the_command_of_the_page_makes_a_student_for_plain_diffusers(models, prompts, tmp_path):
+    config = distilling(
+        models["sd15"],
+        prompts,
+        tmp_path / "run",
+        exportable=True,
+        teacher="bfloat16",
+        spread=Spread(precision="bf16", checkpointing=True),
+        micro_batch=2,
+    )
+    run(config)
+    folder = config.out / "model"
+    ours = FewStepPipeline.from_pretrained(folder)
+    wanted = ours(list(PROMPTS[:2]), num_inference_steps=2, count=2, seed=0, output="pt")
+    opened = diffusers.DiffusionPipeline.from_pretrained(folder)
+    noise = starting_noise((4, 16, 16), range(2), seed=0).float()
+    told = {"num_inference_steps": 2, "guidance_scale": 1, "output_type": "pt"}
+    found = opened(list(PROMPTS[:2]), latents=noise, **told).images
+    torch.testing.assert_close(found, (wanted.clamp(-1, 1) + 1) / 2, rtol=0, atol=1e-3)
+    untaught = pipeline(models["sd15"])
+    untaught.scheduler = opened.scheduler
+    before = untaught(list(PROMPTS[:2]), latents=noise, **told).images
+    assert (found - before).abs().max() > 0.01  # it has learnt something
 
 
 def test_adapters_that_nothing_could_open_are_refused(models, prompts, tmp_path):

@@ -129,6 +129,20 @@ def test_a_model_is_measured_without_writing_images(config, unet):
     assert record == json.loads((config.out / "evaluation.json").read_text())
 
 
+def test_the_order_of_the_last_steps_can_be_lowered(config, unet):
+    """As the sampler's own option does; a first-order solver has no lower."""
+    few = {"model": str(unet), "steps": (5,), "solvers": ("dpmpp-3m", "euler"), "metrics": ("fid",)}
+    records = [
+        run(changed(config, out=config.out / str(low), lower_order_final=low, **few))
+        for low in (False, True)
+    ]
+    found = [
+        {row["solver"]: row["values"]["FD-ResNet56"] for row in r["settings"]} for r in records
+    ]
+    assert found[0]["dpmpp-3m"] != found[1]["dpmpp-3m"]
+    assert found[0]["euler"] == found[1]["euler"]
+
+
 def test_a_model_can_be_the_reference(config, unet):
     record = run(
         changed(config, model=str(unet), reference=str(unet), metrics=("kid",), steps=(2,))

@@ -470,6 +470,25 @@ def test_every_prompt_is_drawn_in_every_style(parts):
     assert len({(speech.prompt(i), styles[i]) for i in range(25)}) == 25
 
 
+def test_mixed_samples_are_of_all_prompts_and_styles_from_the_first_on(parts):
+    """A distillation of few walks, or a comparison of few samples, must not see one style alone."""
+    prompts, styles = [name(i) for i in range(40)], 5
+    told = speech_of(parts, (3, 8, 8), prompts, [])
+    speech = replace(told, mixed=True)
+
+    def combinations(count: int) -> list[tuple[str, float]]:
+        control = speech.condition(range(count)).control[:, 1].tolist()
+        return [(speech.prompt(i), control[i]) for i in range(count)]
+
+    assert len(set(combinations(40 * styles))) == 40 * styles
+    few = combinations(20)
+    assert all(3 <= sum(style == s for _, style in few) <= 5 for s in range(styles))
+    assert len({prompt for prompt, _ in few}) == 20
+    assert torch.equal(speech.condition([7]).text[0], speech.condition(range(9)).text[7])
+    assert speech.prompt(3) in prompts[20:] + prompts[:20]
+    assert [told.prompt(i) for i in range(3)] == prompts[:3]
+
+
 def test_the_null_says_nothing(parts):
     null = speech_of(parts, (3, 8, 8), ["one"], []).null()
     assert null.control.isnan().all()

@@ -105,7 +105,7 @@ class PipelineSpeech(Speech):
 
     def condition(self, indices: Sequence[int], seed: int = 0) -> Condition:
         assert self.texts is not None
-        found = self.texts.table[self.places[torch.tensor(indices) % len(self.places)]]
+        found = self.texts.table[self.asked(indices)]
         return self.texts.told(found, self.shape[-2:])
 
     def null(self) -> Condition:

@@ -214,12 +214,13 @@ class Speech:
     places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # in turn
     control: Mapping[str, float | str] = field(default_factory=dict)  # as asked for, by name
     kinds: int = 1  # prompts or classes that are drawn in turn
+    mixed: bool = False  # any stretch of numbers has prompts from everywhere, and all styles
 
     def condition(self, indices: Sequence[int], seed: int = 0) -> Condition:
         """Of the samples of this seed with these numbers, on the host."""
         told = Condition()
         if self.table is not None and self.parts.text is not None:
-            found = self.table[self.places[torch.tensor(indices) % len(self.places)]]
+            found = self.table[self.asked(indices)]
             told = self.parts.text.pad(found, indices, seed)
         if not self.parts.layout.names:
             return told
@@ -237,7 +238,7 @@ class Speech:
     def _control(self, index: int) -> Tensor:
         """Whole, upright and as large as it is drawn, unless something else was asked for."""
         # Every prompt or class in every style: the next style comes when all had their turn.
-        turn, layout = index // max(1, self.kinds), self.parts.layout
+        turn, layout = self._place(index) // max(1, self.kinds), self.parts.layout
         size = (self.shape[-2], self.shape[-1])
         usual = usual_control(layout.names, layout.styles, size, turn)
         return layout.row(usual | dict(self.control))
@@ -246,7 +247,22 @@ class Speech:
         """What sample `index` was asked to be."""
         if self.table is None:
             return ""
-        return self.table.captions[int(self.places[index % len(self.places)])]
+        return self.table.captions[int(self.asked([index]))]
+
+    def asked(self, indices: Sequence[int]) -> Tensor:
+        """The captions of these samples, by their places in the table."""
+        return self.places[torch.tensor([self._place(i) for i in indices]) % len(self.places)]
+
+    def _place(self, index: int) -> int:
+        """In turn; or mixed, by steps of about the golden ratio through all there are."""
+        if not self.mixed:
+            return index
+        styles = (len(values) for _, values in self.parts.layout.styles)
+        every = math.prod(styles, start=max(1, self.kinds))
+        stride = round(every * (math.sqrt(5) - 1) / 2)
+        while math.gcd(stride, every) > 1:
+            stride += 1
+        return index * stride % every
 
 
 def speech_of(

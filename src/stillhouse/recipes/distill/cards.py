@@ -49,7 +49,7 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         label = "**student**" if name == "student" else NAMES.get(name, f"teacher, {name}")
         table.append("".join([f"| {label} |", *(f" {values[n]:.4f} |" for n in counts)]))
     return [
-        f"Distilled by `{config.method.kind}` on {record['images']:,} walks, without data. It "
+        f"Distilled by `{config.method.kind}` on {taught(config, record)}, without data. It "
         f"takes {numbers} evaluations and no other number; `stillhouse sample` and "
         "`stillhouse.pipelines.FewStepPipeline` read how from `few_steps.json`.",
         f"Root mean squared distance to the teacher's {record['teacher_steps']} steps from the "
@@ -57,6 +57,14 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         "\n".join(table),
         *([f"![Distances]({PLOT})"] if (config.out / PLOT).exists() else []),
     ]
+
+
+def taught(config: "DistillRun", record: dict[str, Any]) -> str:
+    walks, images = getattr(config.method, "walks", 0), record["images"]
+    again = 0 < walks < images
+    return (
+        f"{walks:,} walks, seen {images / walks:.1f} times each" if again else f"{images:,} walks"
+    )
 
 
 def tell_generator(config: "DistillRun", record: dict[str, Any]) -> list[str]:

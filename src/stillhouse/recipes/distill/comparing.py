@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter
 from torch import Tensor
 
 from stillhouse.config import Config
@@ -20,9 +20,9 @@ from stillhouse.process import starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.distill.cards import PLOT, write_card
 from stillhouse.recipes.distill.generators import Matched
-from stillhouse.recipes.distill.students import Source, as_student
+from stillhouse.recipes.distill.students import Source, as_student, load_source
 from stillhouse.recipes.distill.watching import draw_all
-from stillhouse.recipes.parts import SearchedGrid, solver
+from stillhouse.recipes.parts import Dpmpp3M, Guidance, SearchedGrid, Solver, solver
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.subjects import Subject
 from stillhouse.solvers import search_grid
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 RECORD = "comparison.json"
 GITS, FINE = "gits", 41  # its fine levels
+# Those that need more than their name: of order 3 to the end, DPM++ goes astray in few steps.
+FEW: dict[str, Solver] = {GITS: solver("ipndm"), "dpmpp-3m": Dpmpp3M(lower_order_final=True)}
 
 
 class Comparison(Config):
@@ -49,15 +51,18 @@ class Comparison(Config):
     """Samples per network call."""
     seed: int = 1
     """Of the samples' noise."""
+    against: str = ""
+    """Whose long walks they are, where the teacher is a student itself: the model that taught it
+    first. The teacher, if not given; stages of progressive distillation know theirs."""
 
 
 def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:
     """Distances of decoded images in [-1, 1], by kind and evaluations."""
-    wanted, subject = config.comparison, source.subject
+    wanted = config.comparison
     if wanted.count < 1 + generator(config):  # distributions are compared by pairs
         return {}
-    counts = walk.evaluations
-    steps = source.long_walk(wanted.steps)
+    counts, long = walk.evaluations, first_teacher(config, source, walk, engine)
+    subject, steps = long.subject, long.long_walk(wanted.steps)
     base = SampleRun(seed=wanted.seed, batch=wanted.batch)
 
     def drawn(whose: Subject, grid: Tensor | None = None, **how: Any) -> Tensor:
@@ -67,14 +72,14 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
     goal = drawn(subject, steps=steps)
     rows: dict[str, dict[int, float]] = {}
     with engine.networks[NAME].evaluating(config.shown) as network:
-        student = as_student(subject, network, walk)
+        student = as_student(source.subject, network, walk)
         found = {n: drawn(student, steps=n) for n in counts}
     rows["student"] = {n: apart(found[n], goal) for n in counts}
     spreads = {"teacher": spread(goal), "student": {n: spread(found[n]) for n in counts}}
     # A teacher that is a student itself knows its own walks alone.
     for name in wanted.solvers if subject.walk is None else ():
         search = searched(wanted, subject, counts, engine) if name == GITS else {}
-        how = solver("ipndm" if name == GITS else name)
+        how = FEW.get(name) or solver(name)
         found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
         rows[name] = {n: apart(found[n], goal) for n in counts}
     each = engine.task.evaluations_per_image  # type: ignore[attr-defined]
@@ -97,6 +102,15 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
             plot(record, config)
         write_card(config, record)
     return record
+
+
+def first_teacher(config: "DistillRun", source: Source, walk: FewSteps, engine: Engine) -> Source:
+    """Whose long walks count: guided as those were that the student knows."""
+    if not config.comparison.against:
+        return source
+    guidance = TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
+    other = {"model": config.comparison.against, "guidance": guidance}
+    return load_source(config.model_copy(update=other), engine.world)
 
 
 def searched(

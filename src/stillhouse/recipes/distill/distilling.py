@@ -146,7 +146,9 @@ def stages_of(config: DistillRun) -> list[DistillRun]:
             "out": config.out / f"{steps}-steps",
         }
         if found:  # the teacher's guidance is in its student
+            against = config.comparison.against or config.model
             changes |= {"model": str(found[-1].out), "guidance": NoGuidance()}
+            changes["comparison"] = config.comparison.model_copy(update={"against": against})
         found.append(config.model_copy(update=changes))
     return found
 

@@ -83,6 +83,8 @@ def load_source(config: "DistillRun", here: World) -> Source:
         config.prompt_encoder,
     )
     subject = load_subject(str(folder), wish)
+    if subject.speech is not None:  # few walks, or few samples to compare, are of all kinds
+        subject = replace(subject, speech=replace(subject.speech, mixed=True))
     teacher = subject.bare
     assert teacher is not None
     frozen(teacher)

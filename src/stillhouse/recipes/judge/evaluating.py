@@ -99,6 +99,8 @@ class EvaluateRun(Config):
     """Several (and several steps) make a sweep."""
     steps: tuple[PositiveInt, ...] = (20,)
     """Steps of the walk: a number is one of model and sampler together."""
+    lower_order_final: bool = False
+    """Solvers lower their order over the last steps; helps at very few."""
     within: PositiveFloat = 5.0
     """A sweep names the cheapest setting within so many percent of the best."""
     grid: Grid = NativeGrid()
@@ -258,9 +260,11 @@ class Bench:
         self, subject: Subject, pixels: Pixels, setting: Setting, seed: int, count: int
     ) -> Gallery:
         config = self.config
+        final = {"lower_order_final": config.lower_order_final}
+        how = solver(setting.solver).model_copy(update=final) if subject.walk is None else None
         sampling = SampleRun(
             model=config.reference if seed == REFERENCE_SEED else config.model,
-            solver=solver(setting.solver) if subject.walk is None else Dpmpp3M(),  # or its own
+            solver=how or Dpmpp3M(),  # a student walks as it was taught
             grid=config.grid,
             guidance=config.guidance,
             labels=config.labels,
