@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from metrics.test_perceptual import with_package
+from PIL import Image
 from recipes.together import distil_by_two
 from safetensors.torch import load_file
 from small_models import save_scheduler, small_unet, unit_noise
@@ -100,7 +101,6 @@ def test_a_student_is_sampled_as_it_was_trained_to_walk(teacher, tmp_path):
 
 
 def test_pictures_show_the_teacher_above_every_walk_of_the_student(teacher, tmp_path):
-    from PIL import Image
 
     run(distilling(teacher, tmp_path / "run", method=SfdV(refinement=1), evaluations="1..3"))
     pictures = sorted((tmp_path / "run/samples").glob("*.png"))
@@ -344,6 +344,26 @@ def test_some_are_told_nothing_so_that_the_student_can_be_guided(tmp_path):
     before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
     moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
     assert moved.nonzero().flatten().tolist() == [2, 3, 7]
+    drawn = []
+    for weight in (1.0, 4.0):
+        how = {"guidance": ClassifierFree(weight=weight), "null_label": 7, "labels": (2, 3)}
+        out = tmp_path / f"drawn{weight}"
+        model = str(tmp_path / "run/model")
+        sample(SampleRun(model=model, count=2, out=out, tensors=True, **how))
+        drawn.append(load_file(out / "tensors/000000.safetensors")["samples"])
+    assert not torch.allclose(*drawn)
+
+
+def test_prompts_are_those_of_a_column_each_once(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [
+        {"file_name": f"{i}.png", "words": f"a {'red' if i % 2 else 'blue'} one"} for i in range(4)
+    ]
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for row in rows:
+        Image.new("RGB", (8, 8)).save(data / row["file_name"])
+    assert find_prompts(str(data), "words") == ("a blue one", "a red one")
 
 
 # ---------------------------------------------------------------- a second stage
