@@ -101,7 +101,6 @@ def test_a_student_is_sampled_as_it_was_trained_to_walk(teacher, tmp_path):
 
 
 def test_pictures_show_the_teacher_above_every_walk_of_the_student(teacher, tmp_path):
-
     run(distilling(teacher, tmp_path / "run", method=SfdV(refinement=1), evaluations="1..3"))
     pictures = sorted((tmp_path / "run/samples").glob("*.png"))
     assert [p.name[7:19] for p in pictures] == ["000000000000", "000000000008"]
