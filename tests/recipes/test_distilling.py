@@ -164,7 +164,7 @@ def test_walks_that_come_again_are_kept_and_cost_nothing(method, teacher, tmp_pa
     ids=["consistency", "progressive"],
 )
 def test_peers_keep_their_walks_too(method, folder, walk, lesson, teacher, tmp_path):
-    """Batches that come again are seen at other steps: their lessons are not the same."""
+    """The first two batches are the same lesson with and without; then they come again."""
     once = method.model_copy(update={"walks": 8})
     settings = {"evaluations": "1", "images": 32}
     wanted = Comparison(count=2, steps=2, solvers=())
@@ -443,6 +443,32 @@ def test_later_stages_are_compared_with_the_first_teacher(tmp_path):
     assert [found["teacher_steps"] for found in (first, *later)] == [4, 4, 4]
     for found in later:  # the same walks: the same numbers
         assert found["spread"]["teacher"] == pytest.approx(first["spread"]["teacher"], rel=1e-6)
+    cards = [(tmp_path / folder / "model/README.md").read_text() for folder in folders]
+    assert ["the first teacher's 4 steps" in card for card in cards] == [False, True, True]
+
+
+def test_a_guided_student_is_not_guided_again_where_it_is_the_first_teacher(tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
+    guided = {"guidance": ClassifierFree(weight=4.0), "null_label": 7}
+    five = distilling(teacher, tmp_path / "five", method=SfdV(refinement=1), **guided)
+    run(five.model_copy(update={"evaluations": "5"}))
+    spreads = []
+    for against in ("", str(five.out)):
+        wanted = Comparison(count=2, solvers=(), against=against)
+        out, how = (
+            tmp_path / f"one{len(spreads)}",
+            {"method": Sfd(refinement=3), "evaluations": "1"},
+        )
+        run(distilling(five.out, out, null_label=7, comparison=wanted, **how))
+        spreads.append(json.loads((out / "comparison.json").read_text())["spread"]["teacher"])
+    assert spreads[0] == spreads[1]
+
+
+def test_a_first_teacher_that_is_not_there_is_missed_before_the_lesson(teacher, tmp_path):
+    wanted = Comparison(count=2, against=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="nowhere"):
+        run(distilling(teacher, tmp_path / "run", comparison=wanted))
+    assert not (tmp_path / "run/log.jsonl").exists()
 
 
 def test_a_stage_follows_the_steps_of_the_student_before_it(teacher, tmp_path):

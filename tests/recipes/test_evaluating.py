@@ -143,6 +143,18 @@ def test_the_order_of_the_last_steps_can_be_lowered(config, unet):
     assert found[0]["euler"] == found[1]["euler"]
 
 
+def test_a_setting_that_is_newer_than_an_evaluation_has_its_default_there(config, unet):
+    few = changed(config, model=str(unet), steps=(2,), metrics=("fid",))
+    run(few)
+    claim = config.out / "run.json"
+    facts = json.loads(claim.read_text())
+    del facts["run"]["lower_order_final"]
+    claim.write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="lower_order_final"):
+        run(changed(few, lower_order_final=True))
+    run(few)
+
+
 def test_a_model_can_be_the_reference(config, unet):
     record = run(
         changed(config, model=str(unet), reference=str(unet), metrics=("kid",), steps=(2,))

@@ -484,8 +484,8 @@ def test_mixed_samples_are_of_all_prompts_and_styles_from_the_first_on(parts):
     few = combinations(20)
     assert all(3 <= sum(style == s for _, style in few) <= 5 for s in range(styles))
     assert len({prompt for prompt, _ in few}) == 20
+    assert 8 <= sum(prompt in prompts[:20] for prompt, _ in few) <= 12
     assert torch.equal(speech.condition([7]).text[0], speech.condition(range(9)).text[7])
-    assert speech.prompt(3) in prompts[20:] + prompts[:20]
     assert [told.prompt(i) for i in range(3)] == prompts[:3]
 
 

@@ -95,7 +95,7 @@ class Stretch(Record):
 def drawn_stretch(states: list[Tensor], grid: Tensor, start: Start, seed: int) -> Stretch:
     """Which step of its walk a sample gets follows from (seed, key); each is as likely.
 
-    A walk that comes again shows another step, and in time all of them as often.
+    A walk that comes again is dealt its other steps, in time all of them as often.
     """
     drawn = keyed_uniform(start.key, seed=seed, purpose="distill/stretch")
     if start.turn is not None:

@@ -5,11 +5,14 @@ import os
 import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import IO, Any
 
+from pydantic import ValidationError
+
+from stillhouse.config import Config
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 
@@ -43,6 +46,13 @@ def differences(
     return found
 
 
+def changes(config: Config, old: dict[str, Any], free: Collection[str]) -> list[str]:
+    """What differs from the settings of an earlier try, but for the free ones."""
+    with suppress(ValidationError):  # settings that are newer than the run have their defaults
+        old = type(config).model_validate(old).model_dump(mode="json")
+    return differences(old, config.model_dump(mode="json"), free)
+
+
 def listed(changed: Sequence[str], most: int = 5) -> str:
     """Differences as part of a sentence; a run of another kind has dozens."""
     more = [f"and {len(changed) - most} more"] if len(changed) > most else []
@@ -62,7 +72,7 @@ def without_places(value: Any) -> Any:
 
 @contextmanager
 def claimed(
-    folder: Path, run: dict[str, Any], seen: dict[str, Any], free: Collection[str]
+    folder: Path, config: Config, seen: dict[str, Any], free: Collection[str]
 ) -> Iterator[None]:
     """The folder for this evaluation alone: one with the same settings, but for the free ones.
 
@@ -71,22 +81,21 @@ def claimed(
     """
     with locked(folder):
         claim = folder / "run.json"
-        if claim.exists() and (changed := _changes(claim, run, seen, free)):
+        if claim.exists() and (changed := _changes(claim, config, seen, free)):
             raise UserError(
                 f"{folder} holds another run ({listed(changed)}). Choose another --out, "
                 "or remove it"
             )
-        write_whole(claim, json.dumps({"run": run, "seen": seen}, indent=2).encode())
+        facts = {"run": config.model_dump(mode="json"), "seen": seen}
+        write_whole(claim, json.dumps(facts, indent=2).encode())
         yield
 
 
-def _changes(
-    claim: Path, run: dict[str, Any], seen: dict[str, Any], free: Collection[str]
-) -> list[str]:
+def _changes(claim: Path, config: Config, seen: dict[str, Any], free: Collection[str]) -> list[str]:
     try:
         old = json.loads(claim.read_text())
         other = [what for what in seen if old["seen"][what] != seen[what]]
-        changed = differences(old["run"], run, free) + [f"{what} has changed" for what in other]
+        changed = changes(config, old["run"], free) + [f"{what} has changed" for what in other]
     except (ValueError, KeyError, TypeError, AttributeError):
         return ["its run.json is of another kind"]
     begun = any(any((claim.parent / part).glob("*")) for part in ("results", "parts"))

@@ -214,7 +214,7 @@ class Speech:
     places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # in turn
     control: Mapping[str, float | str] = field(default_factory=dict)  # as asked for, by name
     kinds: int = 1  # prompts or classes that are drawn in turn
-    mixed: bool = False  # any stretch of numbers has prompts from everywhere, and all styles
+    mixed: bool = False  # not in turn: few numbers have prompts from all over, and all styles
 
     def condition(self, indices: Sequence[int], seed: int = 0) -> Condition:
         """Of the samples of this seed with these numbers, on the host."""
@@ -259,10 +259,7 @@ class Speech:
             return index
         styles = (len(values) for _, values in self.parts.layout.styles)
         every = math.prod(styles, start=max(1, self.kinds))
-        stride = round(every * (math.sqrt(5) - 1) / 2)
-        while math.gcd(stride, every) > 1:
-            stride += 1
-        return index * stride % every
+        return index * long_stride(every) % every
 
 
 def speech_of(
@@ -320,7 +317,11 @@ def preview_speech(
     if texts is None:
         return Speech(parts, shape, kinds=classes)
     count = len(texts.captions.texts if texts.captions is not None else texts.table.captions)
-    near = max(1, round(0.618 * count))  # far from any caption shown before
-    stride = next(n for n in range(near, count + 2) if math.gcd(n, count) == 1)
-    places = torch.arange(count) * stride % count
+    places = torch.arange(count) * long_stride(count) % count
     return texts.speech(parts, shape, places)
+
+
+def long_stride(count: int) -> int:
+    """Whose multiples, modulo `count`, are all numbers, each far from those just before it."""
+    near = max(1, round(0.618 * count))  # the golden ratio
+    return next(n for n in range(near, count + 2) if math.gcd(n, count) == 1)

@@ -43,6 +43,7 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
     """Of a student that takes its teacher's walks: how near it comes to where they end."""
     counts = list(record["distance"]["student"])
     numbers = ", ".join(map(str, counts))
+    whose = "first teacher's" if record["first_teacher"] else "teacher's"
     head = ["| evaluations |", *(f" {n} |" for n in counts)]
     table = ["".join(head), "|---|" + "---|" * len(counts)]
     for name, values in record["distance"].items():
@@ -52,7 +53,7 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         f"Distilled by `{config.method.kind}` on {taught(config, record)}, without data. It "
         f"takes {numbers} evaluations and no other number; `stillhouse sample` and "
         "`stillhouse.pipelines.FewStepPipeline` read how from `few_steps.json`.",
-        f"Root mean squared distance to the teacher's {record['teacher_steps']} steps from the "
+        f"Root mean squared distance to the {whose} {record['teacher_steps']} steps from the "
         f"same noise, images in [-1, 1], {record['count']} samples of one seed:",
         "\n".join(table),
         *([f"![Distances]({PLOT})"] if (config.out / PLOT).exists() else []),

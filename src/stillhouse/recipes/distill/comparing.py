@@ -16,11 +16,12 @@ from stillhouse.distill.sfd import NAME
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.loop import Engine
 from stillhouse.files import write_whole
+from stillhouse.pipelines.few_steps import read_walk
 from stillhouse.process import starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.distill.cards import PLOT, write_card
 from stillhouse.recipes.distill.generators import Matched
-from stillhouse.recipes.distill.students import Source, as_student, load_source
+from stillhouse.recipes.distill.students import Source, as_student, load_source, teacher_folder
 from stillhouse.recipes.distill.watching import draw_all
 from stillhouse.recipes.parts import Dpmpp3M, Guidance, SearchedGrid, Solver, solver
 from stillhouse.recipes.sampling import SampleRun
@@ -90,6 +91,7 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
         "spread": spreads,
         "count": wanted.count,
         "teacher_steps": steps,
+        "first_teacher": bool(wanted.against),
         "preview_steps": source.long_walk(config.preview.steps),
         "images": engine.images,
         "start": walk.sigma_max,
@@ -106,11 +108,13 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
 
 def first_teacher(config: "DistillRun", source: Source, walk: FewSteps, engine: Engine) -> Source:
     """Whose long walks count: guided as those were that the student knows."""
-    if not config.comparison.against:
+    name = config.comparison.against
+    if not name:
         return source
-    guidance = TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
-    other = {"model": config.comparison.against, "guidance": guidance}
-    return load_source(config.model_copy(update=other), engine.world)
+    guided = walk.guidance if read_walk(teacher_folder(name)) is None else None
+    guidance = TypeAdapter(Guidance).validate_python(guided or {"kind": "none"})
+    other = config.model_copy(update={"model": name, "guidance": guidance})
+    return load_source(other, engine.world)
 
 
 def searched(

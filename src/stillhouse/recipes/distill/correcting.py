@@ -26,7 +26,6 @@ from stillhouse.recipes import pictures
 from stillhouse.recipes.claims import make_folder
 from stillhouse.recipes.distill.scores import FOLDER, load_score
 from stillhouse.recipes.distill.students import teacher_digest, teacher_folder
-from stillhouse.recipes.judge.galleries import model_folder
 from stillhouse.recipes.parts import Guidance, NoGuidance
 from stillhouse.recipes.sampling import SampleRun, wish_of
 from stillhouse.recipes.subjects import Subject, load_subject
@@ -65,7 +64,7 @@ def run(config: SampleRun) -> Path:
                 "--method.score lora alone)"
             )
         guidance = TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
-        taught = teacher_folder(model_folder(record["config"]["model"]))
+        taught = teacher_folder(record["config"]["model"])
         if record.get("teacher") not in (None, teacher_digest(taught)):
             raise UserError(
                 f"{config.model} was distilled from another teacher than is in {taught} now: bring "

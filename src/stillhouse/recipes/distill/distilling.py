@@ -30,13 +30,14 @@ from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.comparing import Comparison, compare
 from stillhouse.recipes.distill.generators import GENERATORS, Matched
 from stillhouse.recipes.distill.lessons import Lesson, Wanted
-from stillhouse.recipes.distill.methods import Method, ProgressiveConfig, SfdV
+from stillhouse.recipes.distill.methods import Method, ProgressiveConfig, Sfd, SfdV
 from stillhouse.recipes.distill.scores import FOLDER, ScoreExporter, exported, with_score
 from stillhouse.recipes.distill.students import (
     Source,
     load_source,
     load_student,
     teacher_digest,
+    teacher_folder,
 )
 from stillhouse.recipes.distill.told import Conditions
 from stillhouse.recipes.distill.watching import StudentDrawer, StudentExporter, StudentPreview
@@ -159,6 +160,8 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
         source = load_source(config, here)
+        if config.comparison.against:  # loaded at the end, but missed now
+            teacher_folder(config.comparison.against)
         walk = plan_walk(config, source, numbers)
         torch.manual_seed(config.seed)  # what is new in it is the same on every process
         student = load_student(config, source, walk)
@@ -202,7 +205,8 @@ def distinct_walks(config: DistillRun) -> int:
     walks = getattr(config.method, "walks", 0)
     if walks % config.batch:
         raise UserError(f"--method.walks {walks} is no multiple of the batch of {config.batch}")
-    least = config.batch * len(read_evaluations(config.evaluations))
+    dealt = isinstance(config.method, Sfd)  # whose walks are of one number of steps each
+    least = config.batch * len(read_evaluations(config.evaluations)) if dealt else 0
     if 0 < walks < least:
         raise UserError(f"--method.walks {walks}: a batch for each number of steps makes {least}")
     return walks

@@ -103,6 +103,7 @@ def shares_teacher(config: "DistillRun") -> bool:
 
 def teacher_folder(name: str) -> Path:
     """With the text encoders of a pipeline that takes prompts."""
+    name = model_folder(name)
     folder = resolve_folder(name)
     return whole_folder(name) if takes_prompts(folder) else folder
 

@@ -298,7 +298,7 @@ class Bench:
         captions = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
         seen = {"what is measured": self.fingerprint, "the reference": facts}
         seen |= {"captions": captions}
-        return claimed(self.config.out, self.config.model_dump(mode="json"), seen, FREE)
+        return claimed(self.config.out, self.config, seen, FREE)
 
     def rehearse(self) -> None:
         """What a metric refuses, it refuses before anything is drawn."""

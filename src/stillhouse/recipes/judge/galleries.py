@@ -81,6 +81,7 @@ def colour(images: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- a model
 
+FINAL = "lower_order_final"
 DEFAULT = SampleRun().model_dump(
     mode="json", include={"grid", "guidance", "labels", "null_label", "dtype"}
 )
@@ -100,7 +101,9 @@ class Drawn:
         self.grid = build_grid(config, subject, device)
         self.evaluations = count_evaluations(config, self.grid.tolist())
         self.reading = f"{config.solver.kind}, {config.step_count} steps, seed {config.seed}"
-        if chosen := {name: value for name, value in self._settings() if value != DEFAULT[name]}:
+        if chosen := {
+            name: value for name, value in self._settings() if value != DEFAULT.get(name, False)
+        }:
             self.reading += ", " + re.sub(r'[{}"]', "", json.dumps(chosen))
 
     def shares(self, here: World) -> list[range]:
@@ -128,6 +131,7 @@ class Drawn:
     def _settings(self) -> Iterator[tuple[str, Any]]:
         """Those that the images depend on beside solver, steps and seed."""
         yield from self.config.model_dump(mode="json", include=set(DEFAULT)).items()
+        yield FINAL, self.config.solver.lower_order_final
 
     def fingerprint(self) -> str:
         return ", ".join(self.subject.fingerprints().values())

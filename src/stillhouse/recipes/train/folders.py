@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
 
 from stillhouse import __version__
 from stillhouse.errors import UserError
@@ -15,7 +13,7 @@ from stillhouse.files import fingerprint, write_whole
 from stillhouse.pipelines import checkpoint_files
 from stillhouse.pipelines.families import whole_folder
 from stillhouse.recipes.claims import (
-    differences,
+    changes,
     listed,
     locked,
     make_folder,
@@ -62,10 +60,7 @@ def claimed(config: "LongRun") -> Iterator[None]:
 
 def check_settings(config: "LongRun", old: dict[str, Any], where: str) -> None:
     """Refuses to go on with what another run has left."""
-    with suppress(ValidationError):  # settings that are newer than the run have their defaults
-        old = type(config).model_validate(old).model_dump(mode="json")
-    changed = differences(old, config.model_dump(mode="json"), FREE)
-    if changed:
+    if changed := changes(config, old, FREE):
         raise UserError(
             f"{where} holds a run with other settings ({listed(changed)}). Choose another "
             "--out, or remove it to start anew."
