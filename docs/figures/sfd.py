@@ -12,15 +12,16 @@ from collections import defaultdict
 from statistics import fmean, stdev
 from typing import Any
 
-from style import BLUE, GREY, HERE, INK, ORANGE, plots
+from style import BLUE, HERE, INK, ORANGE, plots
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "distill"
 MODELS = {"emoji": "text to emoji", "fashion": "Fashion-MNIST"}
 COUNTS = range(1, 6)
+QUIET = "#8a929b"  # darker than a grid, lighter than what it is about
 WAYS = {
-    "euler": ("teacher, Euler (DDIM)", GREY, ":"),
-    "dpmpp-3m": ("teacher, DPM++ 3M", GREY, "--"),
-    "gits": ("teacher, GITS", GREY, "-"),
+    "euler": ("teacher, Euler (DDIM)", QUIET, ":"),
+    "dpmpp-3m": ("teacher, DPM++ 3M", QUIET, "--"),
+    "gits": ("teacher, GITS", QUIET, "-"),
     "before": ("SFD's student before its first lesson", BLUE, "-."),
     "sfd": ("SFD, a student each", BLUE, "-"),
     "sfdv": ("SFD-v, one student", ORANGE, "-"),
@@ -30,6 +31,8 @@ WAYS = {
     "one": ("second stage, after SFD-v", ORANGE, "--"),
     "k1": ("SFD with K = 1", BLUE, ":"),
 }
+
+MARKERS = {"k1": "x", "one": "s"}  # of those that are one point
 
 Found = dict[str, dict[int, list[float]]]  # way -> evaluations -> a number for each seed
 
@@ -51,9 +54,16 @@ def main() -> None:
         if long := teacher_at_length(here):
             print(f"\nteacher, 50 steps: {long:.1f}")
             axes[1][column].axhline(long, color=INK, linewidth=0.6)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
+    shown = {name: line for axis in axes.flat for line, name in zip(*drawn_in(axis), strict=True)}
+    names = [name for name, *_ in WAYS.values() if name in shown]
+    below = {"loc": "lower center", "ncols": 4, "fontsize": 7.5, "frameon": False}
+    figure.legend([shown[name] for name in names], names, **below)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(HERE / "sfd.png")
+
+
+def drawn_in(axis: Any) -> tuple[list[Any], list[str]]:
+    return axis.get_legend_handles_labels()
 
 
 def way_of(run: dict[str, Any]) -> str:
@@ -118,11 +128,17 @@ def draw(axis: Any, found: Found) -> None:
         counts = sorted(n for n in found.get(way, {}) if n in COUNTS)
         if not counts:
             continue
-        means = [fmean(found[way][n]) for n in counts]
-        axis.plot(counts, means, color=colour, linestyle=line, linewidth=1.4, label=name)
+        means, marker = [fmean(found[way][n]) for n in counts], MARKERS.get(way, ".")
+        look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.4}
+        axis.plot(counts, means, linestyle=line, label=name, **look)
         for n in counts:
             axis.plot([n] * len(found[way][n]), found[way][n], ".", color=colour, markersize=4)
     axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    ticks = [n * 10.0**k for k in range(-2, 4) for n in (1, 1.5, 2, 3, 4, 5, 6, 8)]
+    ticks = [t for t in ticks if low <= t <= high]
+    axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    axis.set_yticks([], minor=True)
     axis.set_xticks(list(COUNTS))
 
 
