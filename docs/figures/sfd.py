@@ -54,16 +54,13 @@ def main() -> None:
         if long := teacher_at_length(here):
             print(f"\nteacher, 50 steps: {long:.1f}")
             axes[1][column].axhline(long, color=INK, linewidth=0.6)
-    shown = {name: line for axis in axes.flat for line, name in zip(*drawn_in(axis), strict=True)}
+    drawn = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat]
+    shown = {name: line for pairs in drawn for line, name in pairs}
     names = [name for name, *_ in WAYS.values() if name in shown]
     below = {"loc": "lower center", "ncols": 4, "fontsize": 7.5, "frameon": False}
     figure.legend([shown[name] for name in names], names, **below)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(HERE / "sfd.png")
-
-
-def drawn_in(axis: Any) -> tuple[list[Any], list[str]]:
-    return axis.get_legend_handles_labels()
 
 
 def way_of(run: dict[str, Any]) -> str:

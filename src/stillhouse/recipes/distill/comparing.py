@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt, TypeAdapter
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from stillhouse.config import Config
@@ -21,9 +21,15 @@ from stillhouse.process import starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.distill.cards import PLOT, write_card
 from stillhouse.recipes.distill.generators import Matched
-from stillhouse.recipes.distill.students import Source, as_student, load_source, teacher_folder
+from stillhouse.recipes.distill.students import (
+    Source,
+    as_student,
+    guidance_in,
+    load_source,
+    teacher_folder,
+)
 from stillhouse.recipes.distill.watching import draw_all
-from stillhouse.recipes.parts import Dpmpp3M, Guidance, SearchedGrid, Solver, solver
+from stillhouse.recipes.parts import Dpmpp3M, NoGuidance, SearchedGrid, Solver, solver
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.subjects import Subject
 from stillhouse.solvers import search_grid
@@ -111,8 +117,7 @@ def first_teacher(config: "DistillRun", source: Source, walk: FewSteps, engine: 
     name = config.comparison.against
     if not name:
         return source
-    guided = walk.guidance if read_walk(teacher_folder(name)) is None else None
-    guidance = TypeAdapter(Guidance).validate_python(guided or {"kind": "none"})
+    guidance = guidance_in(walk) if read_walk(teacher_folder(name)) is None else NoGuidance()
     other = config.model_copy(update={"model": name, "guidance": guidance})
     return load_source(other, engine.world)
 

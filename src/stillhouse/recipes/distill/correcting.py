@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from stillhouse.distill.langevin import ChainNoise, Langevin, corrected, root_mean_square
@@ -25,8 +24,8 @@ from stillhouse.process import Denoiser, keyed_normal, starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.claims import make_folder
 from stillhouse.recipes.distill.scores import FOLDER, load_score
-from stillhouse.recipes.distill.students import teacher_digest, teacher_folder
-from stillhouse.recipes.parts import Guidance, NoGuidance
+from stillhouse.recipes.distill.students import guidance_in, teacher_digest, teacher_folder
+from stillhouse.recipes.parts import NoGuidance
 from stillhouse.recipes.sampling import SampleRun, wish_of
 from stillhouse.recipes.subjects import Subject, load_subject
 from stillhouse.recipes.train.folders import read_record
@@ -63,7 +62,7 @@ def run(config: SampleRun) -> Path:
                 "to the run that it came from: name RUN/model (of whole pipelines a run keeps "
                 "--method.score lora alone)"
             )
-        guidance = TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
+        guidance = guidance_in(walk)
         taught = teacher_folder(record["config"]["model"])
         if record.get("teacher") not in (None, teacher_digest(taught)):
             raise UserError(

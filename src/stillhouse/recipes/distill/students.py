@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import TypeAdapter
 
 from stillhouse.distill.lora_score import LoraScore
 from stillhouse.distill.trajectories import frozen
@@ -30,6 +31,7 @@ from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.generators import Matched
 from stillhouse.recipes.distill.told import find_prompts
 from stillhouse.recipes.judge.galleries import model_folder
+from stillhouse.recipes.parts import Guidance
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
 from stillhouse.recipes.train.tuning import Tuned
 
@@ -99,6 +101,11 @@ def load_source(config: "DistillRun", here: World) -> Source:
 def shares_teacher(config: "DistillRun") -> bool:
     """Whether the fake score is adapters on the teacher."""
     return isinstance(config.method, Matched) and config.method.score == "lora"
+
+
+def guidance_in(walk: FewSteps) -> Guidance:
+    """What a student's teacher was guided by."""
+    return TypeAdapter(Guidance).validate_python(walk.guidance or {"kind": "none"})
 
 
 def teacher_folder(name: str) -> Path:
