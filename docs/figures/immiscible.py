@@ -1,21 +1,27 @@
-"""Draws docs/figures/immiscible.png and one-shot.png from benchmarks/results/immiscible.
+"""Draws docs/figures/immiscible.png and one-shot.png; prints tables of docs/results/immiscible.md.
 
 python docs/figures/immiscible.py
 
-Quality against images seen, by sampling steps: a line is the mean over seeds, a dot a run. And what
-the denoiser says of pure noise after the same training.
+From benchmarks/results/immiscible: quality against images seen, by sampling steps, a line for the
+mean over seeds and a dot for a run; what differences the seeds' spread could show; and what the
+denoiser says of pure noise after the same training.
 """
 
 import json
+import math
 from collections import defaultdict
-from statistics import fmean
+from collections.abc import Iterator
+from statistics import fmean, stdev
 from typing import Any
 
-from style import BLUE, GREY, HERE, INK, ORANGE, plots
+from scipy.stats import t as student
+from style import BLUE, HERE, INK, ORANGE, logarithmic, plots
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "immiscible"
 COLOURS = {"independent": INK, "assignment": ORANGE, "nearest": BLUE}
 NAMES = {"fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+
+Run = dict[str, Any]
 
 
 def main() -> None:
@@ -23,22 +29,114 @@ def main() -> None:
     shown = [data for data in NAMES if any(run["data"] == data for run in runs)]
     curves([run for run in runs if run["arm"] in COLOURS], shown)
     one_shot(shown)
+    for data in [*shown, "classes"]:
+        here = [run for run in runs if run["data"] == data]
+        for name in metrics(here):
+            print(f"\n{data}: {name}, floor {here[0]['floor'][name]:.4g}\n")
+            print("\n".join(table(here, name)))
+            print("\n" + "\n".join(compared(here, name)))
 
 
-def curves(runs: list[dict[str, Any]], shown: list[str]) -> None:
+def metrics(runs: list[Run]) -> list[str]:
+    return [key for key in runs[0]["points"][0] if key[:3] in ("FD-", "KD-")] if runs else []
+
+
+def values(runs: list[Run], arm: str, metric: str, images: int, steps: int) -> dict[int, float]:
+    """By seed."""
+    return {
+        run["seed"]: point[metric]
+        for run in runs
+        for point in run["points"]
+        if (run["arm"], point["images"], point["steps"]) == (arm, images, steps)
+    }
+
+
+# ---------------------------------------------------------------- tables
+
+
+def axes_of(runs: list[Run]) -> tuple[list[str], list[int], list[int]]:
+    """The arms, images seen and steps of a table, in its order."""
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    arms.sort(key=lambda arm: arm != "independent")
+    points = runs[0]["points"]
+    return arms, sorted({p["images"] for p in points}), sorted({p["steps"] for p in points})
+
+
+def table(runs: list[Run], metric: str) -> Iterator[str]:
+    """Means over seeds with their standard deviation; the later half of the images seen."""
+    arms, images, steps = axes_of(runs)
+    columns = [(i, n) for i in images[1::2] for n in steps]
+    yield "| seeds |" + "".join(f" {i:,} images, {n} steps |" for i, n in columns)
+    yield "|---|" + "---|" * len(columns)
+    for arm in arms:
+        found = [list(values(runs, arm, metric, *column).values()) for column in columns]
+        yield f"| {arm} ({len(found[0])}) |" + "".join(f" {spell(each)} |" for each in found)
+
+
+def spell(found: list[float]) -> str:
+    digits = 0 if fmean(found) > 5 else 3
+    spread = f" +- {stdev(found):.{digits}f}" if len(found) > 1 else ""
+    return f"{fmean(found):.{digits}f}{spread}"
+
+
+def compared(runs: list[Run], metric: str) -> Iterator[str]:
+    """Each arm over independent noise, paired by seed, and the images it needs to be as good."""
+    arms, images, steps = axes_of(runs)
+    for arm in arms[1:]:
+        for n in steps:
+            for i in images:
+                plain, other = (values(runs, a, metric, i, n) for a in ("independent", arm))
+                logs = [math.log(other[s] / plain[s]) for s in plain if s in other]
+                yield f"{arm}, {n} steps, {i:,} images: {ratio(logs)}"
+            yield f"{arm}, {n} steps: as good after {needed(runs, arm, metric, n)}"
+
+
+def ratio(logs: list[float]) -> str:
+    """The mean change, and what chance alone would show one time in twenty (Student's t)."""
+    mean = f"{100 * math.expm1(fmean(logs)):+.1f}%"
+    if len(logs) < 2:
+        return f"{mean} in one seed"
+    half = student.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return f"{mean}, 95% within a factor of {math.exp(half):.2f} ({len(logs)} seeds)"
+
+
+def needed(runs: list[Run], arm: str, metric: str, steps: int) -> str:
+    """Images until the arm's mean is what independent noise ends with, on straight lines."""
+    _, images, _ = axes_of(runs)
+    goal = fmean(values(runs, "independent", metric, images[-1], steps).values())
+    means = [fmean(values(runs, arm, metric, i, steps).values()) for i in images]
+    before = None
+    for i, mean in zip(images, means, strict=True):
+        if mean <= goal:
+            if before is None:
+                return f"{i:,} images or fewer"
+            share = (before[1] - goal) / (before[1] - mean)
+            return f"{before[0] + share * (i - before[0]):,.0f} of {images[-1]:,} images"
+        before = (i, mean)
+    return f"more than {images[-1]:,} images"
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def curves(runs: list[Run], shown: list[str]) -> None:
     plt = plots()
     steps = sorted({point["steps"] for run in runs for point in run["points"]})
-    size = (3.1 * len(steps), 2.7 * len(shown))
-    figure, axes = plt.subplots(len(shown), len(steps), figsize=size, squeeze=False, sharey="row")
-    for row, data in zip(axes, shown, strict=True):
-        here = [run for run in runs if run["data"] == data]
-        metric = next(key for key in here[0]["points"][0] if key.startswith("FD-"))
+    rows = [
+        (data, here, metric)
+        for data in shown
+        for here in [[run for run in runs if run["data"] == data]]
+        for metric in metrics(here)
+    ]
+    size = (3.1 * len(steps), 2.4 * len(rows))
+    figure, axes = plt.subplots(len(rows), len(steps), figsize=size, squeeze=False, sharey="row")
+    for row, (data, here, metric) in zip(axes, rows, strict=True):
         for axis, count in zip(row, steps, strict=True):
             draw_arms(axis, here, metric, count)
-            axis.axhline(here[0]["floor"][metric], color=GREY, linestyle="--", linewidth=1)
             axis.set_title(f"{NAMES[data]}, {count} steps")
-            axis.set_yscale("log")
-        row[0].set_ylabel(f"{metric} (lower is better)")
+            logarithmic(axis)
+        # The floor, what two halves of real images have, is far below the axis.
+        row[0].set_ylabel(f"{metric}\n(floor {here[0]['floor'][metric]:.2g})")
     for axis in axes[-1]:
         axis.set_xlabel("thousand images seen")
     axes[0][-1].legend()
@@ -46,7 +144,7 @@ def curves(runs: list[dict[str, Any]], shown: list[str]) -> None:
     figure.savefig(HERE / "immiscible.png")
 
 
-def draw_arms(axis: Any, runs: list[dict[str, Any]], metric: str, steps: int) -> None:
+def draw_arms(axis: Any, runs: list[Run], metric: str, steps: int) -> None:
     for arm, colour in COLOURS.items():
         found: dict[int, list[float]] = defaultdict(list)
         for run in (run for run in runs if run["arm"] == arm):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from statistics import fmean, stdev
 from typing import Any
 
-from style import BLUE, HERE, INK, ORANGE, plots
+from style import BLUE, HERE, INK, ORANGE, logarithmic, plots
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "distill"
 MODELS = {"emoji": "text to emoji", "fashion": "Fashion-MNIST"}
@@ -130,12 +130,7 @@ def draw(axis: Any, found: Found) -> None:
         axis.plot(counts, means, linestyle=line, label=name, **look)
         for n in counts:
             axis.plot([n] * len(found[way][n]), found[way][n], ".", color=colour, markersize=4)
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    ticks = [n * 10.0**k for k in range(-2, 4) for n in (1, 1.5, 2, 3, 4, 5, 6, 8)]
-    ticks = [t for t in ticks if low <= t <= high]
-    axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
-    axis.set_yticks([], minor=True)
+    logarithmic(axis)
     axis.set_xticks(list(COUNTS))
 
 
