@@ -6,6 +6,8 @@
 A name is DATA-ARM-SEED, or the beginning of one: `fashion-nearest` is three runs. What has a file
 in results/immiscible is not run again, and a run that was broken off goes on where it was, so the
 same command works through the plan over any number of sittings. `--plan` prints the commands.
+CIFAR-10 is the whole of it (benchmarks/cifar10.py); the results named part-* are of the same runs
+with a random part, 20,000 images, and are shown as such.
 
 Every run is `stillhouse train` in four legs, with `stillhouse evaluate` after each, and a picture
 of what the denoiser says of pure noise.

@@ -19,7 +19,7 @@ from style import BLUE, HERE, INK, ORANGE, logarithmic, plots
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "immiscible"
 COLOURS = {"independent": INK, "assignment": ORANGE, "nearest": BLUE}
-NAMES = {"fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+NAMES = {"fashion": "Fashion-MNIST", "cifar10": "CIFAR-10", "part": "part of CIFAR-10"}
 
 Run = dict[str, Any]
 
