@@ -9,13 +9,12 @@ denoiser says of pure noise after the same training.
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from statistics import fmean, stdev
 from typing import Any
 
 from scipy.stats import t as student
-from style import BLUE, HERE, INK, ORANGE, logarithmic, plots
+from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "immiscible"
 COLOURS = {"independent": INK, "assignment": ORANGE, "nearest": BLUE}
@@ -26,11 +25,12 @@ Run = dict[str, Any]
 
 def main() -> None:
     runs = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
-    shown = [data for data in NAMES if any(run["data"] == data for run in runs)]
-    curves([run for run in runs if run["arm"] in COLOURS], shown)
+    found = {data: [run for run in runs if run["data"] == data] for data in [*NAMES, "classes"]}
+    found = {data: here for data, here in found.items() if here}
+    shown = [data for data in NAMES if data in found]
+    curves({data: found[data] for data in shown})
     one_shot(shown)
-    for data in [*shown, "classes"]:
-        here = [run for run in runs if run["data"] == data]
+    for data, here in found.items():
         for name in metrics(here):
             print(f"\n{data}: {name}, floor {here[0]['floor'][name]:.4g}\n")
             print("\n".join(table(here, name)))
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def metrics(runs: list[Run]) -> list[str]:
-    return [key for key in runs[0]["points"][0] if key[:3] in ("FD-", "KD-")] if runs else []
+    return [key for key in runs[0]["points"][0] if key[:3] in ("FD-", "KD-")]
 
 
 def values(runs: list[Run], arm: str, metric: str, images: int, steps: int) -> dict[int, float]:
@@ -63,20 +63,18 @@ def axes_of(runs: list[Run]) -> tuple[list[str], list[int], list[int]]:
 
 
 def table(runs: list[Run], metric: str) -> Iterator[str]:
-    """Means over seeds with their standard deviation; the later half of the images seen."""
+    """Means over seeds and their deviation, after half of the images and after all."""
     arms, images, steps = axes_of(runs)
     columns = [(i, n) for i in images[1::2] for n in steps]
     yield "| seeds |" + "".join(f" {i:,} images, {n} steps |" for i, n in columns)
     yield "|---|" + "---|" * len(columns)
     for arm in arms:
         found = [list(values(runs, arm, metric, *column).values()) for column in columns]
-        yield f"| {arm} ({len(found[0])}) |" + "".join(f" {spell(each)} |" for each in found)
+        yield f"| {arm} ({len(found[0])}) |" + "".join(f" {cell(each)} |" for each in found)
 
 
-def spell(found: list[float]) -> str:
-    digits = 0 if fmean(found) > 5 else 3
-    spread = f" +- {stdev(found):.{digits}f}" if len(found) > 1 else ""
-    return f"{fmean(found):.{digits}f}{spread}"
+def cell(found: list[float]) -> str:
+    return spell(found, 0 if fmean(found) > 5 else 3)
 
 
 def compared(runs: list[Run], metric: str) -> Iterator[str]:
@@ -119,15 +117,10 @@ def needed(runs: list[Run], arm: str, metric: str, steps: int) -> str:
 # ---------------------------------------------------------------- pictures
 
 
-def curves(runs: list[Run], shown: list[str]) -> None:
+def curves(found: dict[str, list[Run]]) -> None:
     plt = plots()
-    steps = sorted({point["steps"] for run in runs for point in run["points"]})
-    rows = [
-        (data, here, metric)
-        for data in shown
-        for here in [[run for run in runs if run["data"] == data]]
-        for metric in metrics(here)
-    ]
+    _, _, steps = axes_of(next(iter(found.values())))
+    rows = [(data, here, metric) for data, here in found.items() for metric in metrics(here)]
     size = (3.1 * len(steps), 2.4 * len(rows))
     figure, axes = plt.subplots(len(rows), len(steps), figsize=size, squeeze=False, sharey="row")
     for row, (data, here, metric) in zip(axes, rows, strict=True):
@@ -145,20 +138,14 @@ def curves(runs: list[Run], shown: list[str]) -> None:
 
 
 def draw_arms(axis: Any, runs: list[Run], metric: str, steps: int) -> None:
-    for arm, colour in COLOURS.items():
-        found: dict[int, list[float]] = defaultdict(list)
-        for run in (run for run in runs if run["arm"] == arm):
-            for point in (p for p in run["points"] if p["steps"] == steps):
-                found[point["images"]].append(point[metric])
-        if not found:
-            continue
-        images = sorted(found)
+    arms, images, _ = axes_of(runs)
+    for arm in (arm for arm in COLOURS if arm in arms):
+        found = [list(values(runs, arm, metric, i, steps).values()) for i in images]
         thousands = [i / 1000 for i in images]
-        seeds = len(found[images[0]])
-        means = [fmean(found[i]) for i in images]
-        axis.plot(thousands, means, color=colour, label=f"{arm} ({seeds})")
-        for i in images:
-            axis.scatter([i / 1000] * len(found[i]), found[i], color=colour, s=8)
+        colour, label = COLOURS[arm], f"{arm} ({len(found[0])})"
+        axis.plot(thousands, [fmean(each) for each in found], color=colour, label=label)
+        for x, each in zip(thousands, found, strict=True):
+            axis.scatter([x] * len(each), each, color=colour, s=8)
 
 
 def one_shot(shown: list[str]) -> None:

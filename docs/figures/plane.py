@@ -8,10 +8,10 @@ it kept and its recall, means over seeds.
 """
 
 import json
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from style import BLUE, GREY, HERE, INK, plots
+from style import BLUE, GREY, HERE, INK, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "generators"
 TARGETS = {"ring": "8 Gaussians", "checkerboard": "checkerboard", "rare": "a mode of 2%"}
@@ -58,15 +58,10 @@ def table(found: dict[str, Any], how: str) -> str:
     for name, runs in found["runs"].items():
         arm, of = name.split("/")
         if of == how:
-            cells = [spell([run[key] for run in runs]) for key in SCORES]
+            cells = [spell([run[key] for run in runs], 2) for key in SCORES]
             lines.append(f"| {arm} | {runs[0]['updates']} | " + " | ".join(cells) + " |")
     floor = " | ".join(f"{found['floor'][key]:.2f}" for key in SCORES)
     return "\n".join([*lines, f"| real points | | {floor} |"])
-
-
-def spell(values: list[float]) -> str:
-    spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{fmean(values):.2f}{spread}"
 
 
 if __name__ == "__main__":

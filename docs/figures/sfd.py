@@ -9,10 +9,10 @@ distance of features. A line is the mean over seeds, a dot a run.
 
 import json
 from collections import defaultdict
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from style import BLUE, HERE, INK, ORANGE, logarithmic, plots
+from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "distill"
 MODELS = {"emoji": "text to emoji", "fashion": "Fashion-MNIST"}
@@ -108,16 +108,12 @@ def table(found: Found) -> str:
     lines = ["| evaluations |" + "".join(f" {n} |" for n in COUNTS), "|---|" + "---|" * 5]
     for way, (name, *_) in WAYS.items():
         if found.get(way):
-            lines.append(f"| {name} |" + "".join(f" {spell(found[way].get(n))} |" for n in COUNTS))
+            lines.append(f"| {name} |" + "".join(f" {cell(found[way].get(n))} |" for n in COUNTS))
     return "\n".join(lines)
 
 
-def spell(values: list[float] | None) -> str:
-    if not values:
-        return ""
-    digits = 1 if fmean(values) > 5 else 3
-    spread = f" +- {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{fmean(values):.{digits}f}{spread}"
+def cell(values: list[float] | None) -> str:
+    return spell(values, 1 if fmean(values) > 5 else 3) if values else ""
 
 
 def draw(axis: Any, found: Found) -> None:

@@ -1,6 +1,8 @@
 """One look for every figure of the docs."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from stillhouse.recipes.pictures import pyplot
@@ -34,3 +36,9 @@ def logarithmic(axis: Any) -> None:
     ticks = [t for t in ticks if low <= t <= high]
     axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axis.set_yticks([], minor=True)
+
+
+def spell(values: Sequence[float], digits: int) -> str:
+    """A table's cell: the mean, with the standard deviation where there are several seeds."""
+    spread = f" +- {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{spread}"
