@@ -75,6 +75,13 @@ MODELS = {
         budget=33_000,
         batch=8,
     ),
+    "cifar10": Model(
+        "",
+        "--reference cifar10:test --detector resnet56-cifar10 --count 500",
+        calls=1,
+        budget=25_000,
+        batch=8,
+    ),
 }
 LEARNING = "--optim.lr 3e-5 --optim.schedule cosine"  # of four rates: docs/results/sfd.md
 HALVES = (8, 4, 2, 1)  # steps of the stages

@@ -15,7 +15,7 @@ from typing import Any
 from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "distill"
-MODELS = {"emoji": "text to emoji", "fashion": "Fashion-MNIST"}
+MODELS = {"emoji": "text to emoji", "fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 COUNTS = range(1, 6)
 QUIET = "#8a929b"  # darker than a grid, lighter than what it is about
 WAYS = {
@@ -39,17 +39,17 @@ Found = dict[str, dict[int, list[float]]]  # way -> evaluations -> a number for 
 
 def main() -> None:
     runs = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
+    by_model = {model: [run for run in runs if run["model"] == model] for model in MODELS}
+    by_model = {model: here for model, here in by_model.items() if here}
     plt = plots()
-    figure, axes = plt.subplots(2, len(MODELS), figsize=(9.5, 6.4), sharex=True)
-    for column, (model, title) in enumerate(MODELS.items()):
-        here = [run for run in runs if run["model"] == model]
-        for row, (what, found) in enumerate(
-            {"distance to 50 steps": distances(here), "FD-MobileNetV2": qualities(here)}.items()
-        ):
-            print(f"\n{title}: {what}\n\n{table(found)}")
+    figure, axes = plt.subplots(2, len(by_model), figsize=(4.75 * len(by_model), 6.4), sharex=True)
+    for column, (model, here) in enumerate(by_model.items()):
+        measured = {"distance to 50 steps": distances(here), detector(here): qualities(here)}
+        for row, (what, found) in enumerate(measured.items()):
+            print(f"\n{MODELS[model]}: {what}\n\n{table(found)}")
             draw(axes[row][column], found)
-            axes[row][0].set_ylabel(what)
-        axes[0][column].set_title(title)
+            axes[row][column].set_ylabel(what)
+        axes[0][column].set_title(MODELS[model])
         axes[-1][column].set_xlabel("evaluations")
         if long := teacher_at_length(here):
             print(f"\nteacher, 50 steps: {long:.1f}")
@@ -93,9 +93,21 @@ def qualities(runs: list[dict[str, Any]]) -> Found:
     return found
 
 
-def frechet(values: dict[str, Any]) -> float:
+def detector(runs: list[dict[str, Any]]) -> str:
+    """The Fréchet distance by its full name, which says whose features they are."""
+    values = (
+        row["values"] for run in runs if run["arm"] == "teacher" for row in run["judged"]["long"]
+    )
+    return next((distance_of(found) for found in values), "FD")
+
+
+def distance_of(values: dict[str, Any]) -> str:
     (name,) = (name for name in values if name.startswith("FD"))
-    return fmean(values[name])  # over the evaluation's own seeds
+    return name
+
+
+def frechet(values: dict[str, Any]) -> float:
+    return fmean(values[distance_of(values)])  # over the evaluation's own seeds
 
 
 def teacher_at_length(runs: list[dict[str, Any]]) -> float | None:
