@@ -99,10 +99,16 @@ def ratio(logs: list[float]) -> str:
 
 
 def needed(runs: list[Run], arm: str, metric: str, steps: int) -> str:
-    """Images until the arm's mean is what independent noise ends with, on straight lines."""
+    """Images until the arm's mean is what independent noise ends with, on straight lines.
+
+    Over the seeds that both have.
+    """
     _, images, _ = axes_of(runs)
-    goal = fmean(values(runs, "independent", metric, images[-1], steps).values())
-    means = [fmean(values(runs, arm, metric, i, steps).values()) for i in images]
+    plain = values(runs, "independent", metric, images[-1], steps)
+    others = [values(runs, arm, metric, i, steps) for i in images]
+    shared = plain.keys() & others[-1].keys()
+    goal = fmean(plain[seed] for seed in shared)
+    means = [fmean(found[seed] for seed in shared) for found in others]
     before = None
     for i, mean in zip(images, means, strict=True):
         if mean <= goal:
