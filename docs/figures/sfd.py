@@ -44,16 +44,18 @@ def main() -> None:
     plt = plots()
     figure, axes = plt.subplots(2, len(by_model), figsize=(4.75 * len(by_model), 6.4), sharex=True)
     for column, (model, here) in enumerate(by_model.items()):
-        measured = {"distance to 50 steps": distances(here), detector(here): qualities(here)}
+        long = teacher_at_length(here)
+        quality = distance_of(long) if long else "FD"
+        measured = {"distance to 50 steps": distances(here), quality: qualities(here)}
         for row, (what, found) in enumerate(measured.items()):
             print(f"\n{MODELS[model]}: {what}\n\n{table(found)}")
             draw(axes[row][column], found)
             axes[row][column].set_ylabel(what)
         axes[0][column].set_title(MODELS[model])
         axes[-1][column].set_xlabel("evaluations")
-        if long := teacher_at_length(here):
-            print(f"\nteacher, 50 steps: {long:.1f}")
-            axes[1][column].axhline(long, color=INK, linewidth=0.6)
+        if long:
+            print(f"\nteacher, 50 steps: {frechet(long):.1f}")
+            axes[1][column].axhline(frechet(long), color=INK, linewidth=0.6)
     drawn = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat]
     shown = {name: line for pairs in drawn for line, name in pairs}
     names = [name for name, *_ in WAYS.values() if name in shown]
@@ -93,15 +95,8 @@ def qualities(runs: list[dict[str, Any]]) -> Found:
     return found
 
 
-def detector(runs: list[dict[str, Any]]) -> str:
-    """The Fréchet distance by its full name, which says whose features they are."""
-    values = (
-        row["values"] for run in runs if run["arm"] == "teacher" for row in run["judged"]["long"]
-    )
-    return next((distance_of(found) for found in values), "FD")
-
-
 def distance_of(values: dict[str, Any]) -> str:
+    """The Fréchet distance's full name, which says whose features they are."""
     (name,) = (name for name in values if name.startswith("FD"))
     return name
 
@@ -110,9 +105,10 @@ def frechet(values: dict[str, Any]) -> float:
     return fmean(values[distance_of(values)])  # over the evaluation's own seeds
 
 
-def teacher_at_length(runs: list[dict[str, Any]]) -> float | None:
+def teacher_at_length(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the teacher's 50 steps score."""
     found = [run for run in runs if run["arm"] == "teacher"]
-    return frechet(found[0]["judged"]["long"][0]["values"]) if found else None
+    return found[0]["judged"]["long"][0]["values"] if found else None
 
 
 def table(found: Found) -> str:
