@@ -186,9 +186,9 @@ def judging_teacher(model: str, reference: str, run: Path) -> Iterator[tuple[Pat
     common = f"evaluate {reference} {judge(model, run.parent)} {guided}"
     few, searched = "--steps 1 2 3 4 5", "--grid searched --grid.fine 41 --grid.samples 16"
     for name, flags in {
-        "few": f"--solvers euler dpmpp-3m {few} --lower-order-final true",  # Euler has no other
-        "gits": f"--solvers ipndm {few} {searched}",
-        "long": "--solvers dpmpp-3m --steps 50",
+        "few": f"--solvers euler dpmpp-3m {few}",
+        "gits": f"--solvers ipndm {few} {searched} --lower-order-final false",
+        "long": "--solvers dpmpp-3m --steps 50 --lower-order-final false",
     }.items():
         out = run / name
         yield out / "evaluation.json", shlex.split(f"{common} {flags} --out {out}")

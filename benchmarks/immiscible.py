@@ -9,8 +9,8 @@ same command works through the plan over any number of sittings. `--plan` prints
 CIFAR-10 is the whole of it (benchmarks/cifar10.py); the results named part-* are of the same runs
 with a random part, 20,000 images, and are shown as such.
 
-Every run is `stillhouse train` in four legs, with `stillhouse evaluate` after each, and a picture
-of what the denoiser says of pure noise.
+Every run is `stillhouse train` in four legs, with `stillhouse evaluate` after each (with classes
+after the last), and a picture of what the denoiser says of pure noise.
 """
 
 import json
@@ -40,6 +40,7 @@ class Data(NamedTuple):
     leg: int  # images
     reference: str
     detector: str
+    judged: tuple[int, ...] = NUMBERS  # after which legs
 
 
 DATA = {
@@ -61,6 +62,7 @@ DATA = {
         25_600,
         "fashion:test",
         "mobilenet-v2",
+        judged=NUMBERS[-1:],  # leak and quality, no curve
     ),
 }
 
@@ -88,12 +90,12 @@ def main() -> None:
 
 
 def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Four times train and evaluate, then the picture; with the file that says it is done."""
+    """Train and evaluate leg by leg, then the picture; with the file that says it is done."""
     kind, arm, seed = name.split("-")
     data, run = DATA[kind], work / name
     every = f"--checkpoint-every {data.leg} --validation.every {data.leg}"
     every += f" --preview.every {data.leg}"
-    for leg in NUMBERS:
+    for leg in data.judged:
         judged = run / f"leg-{leg}" / "evaluation.json"
         train = f"train {data.train} {ARMS[arm]} --seed {seed} {every} --images {leg * data.leg}"
         yield judged, shlex.split(f"{train} --out {run}")
@@ -114,11 +116,12 @@ def one_shot(run: Path) -> Path:
 def summary(name: str, run: Path) -> dict[str, Any]:
     """Distances by images seen and steps, with their floor; and what the coupling did."""
     kind, arm, seed = name.split("-")
-    legs = [json.loads((run / f"leg-{n}" / "evaluation.json").read_text()) for n in NUMBERS]
+    numbers = DATA[kind].judged
+    legs = [json.loads((run / f"leg-{n}" / "evaluation.json").read_text()) for n in numbers]
     points = [
         {"images": number * DATA[kind].leg, "steps": row["steps"]}
         | {metric: round(values[0], 5) for metric, values in row["values"].items()}
-        for number, found in zip(NUMBERS, legs, strict=True)
+        for number, found in zip(numbers, legs, strict=True)
         for row in found["settings"]
     ]
     lines = read_lines(run)

@@ -151,7 +151,7 @@ def test_a_setting_that_is_newer_than_an_evaluation_has_its_default_there(config
     del facts["run"]["lower_order_final"]
     claim.write_text(json.dumps(facts))
     with pytest.raises(UserError, match="lower_order_final"):
-        run(changed(few, lower_order_final=True))
+        run(changed(few, lower_order_final=False))
     run(few)
 
 

@@ -32,8 +32,8 @@ class SolverConfig(Config):
 
     afs: bool = False
     """Analytical first step: saves the first evaluation."""
-    lower_order_final: bool = False
-    """Lower the order over the last steps; helps at very few."""
+    lower_order_final: bool = True
+    """Lower the order over the last steps; it matters where these are wide, as on flow grids."""
 
     def build(self) -> "Callable[..., Tensor]":
         from stillhouse.solvers import SOLVERS

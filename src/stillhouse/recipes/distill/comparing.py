@@ -29,7 +29,7 @@ from stillhouse.recipes.distill.students import (
     teacher_folder,
 )
 from stillhouse.recipes.distill.watching import draw_all
-from stillhouse.recipes.parts import Dpmpp3M, NoGuidance, SearchedGrid, Solver, solver
+from stillhouse.recipes.parts import Ipndm, NoGuidance, SearchedGrid, solver
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.subjects import Subject
 from stillhouse.solvers import search_grid
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 RECORD = "comparison.json"
 GITS, FINE = "gits", 41  # its fine levels
-# Those that need more than their name: of order 3 to the end, DPM++ goes astray in few steps.
-FEW: dict[str, Solver] = {GITS: solver("ipndm"), "dpmpp-3m": Dpmpp3M(lower_order_final=True)}
+WALKED_BY = Ipndm(lower_order_final=False)  # as published: of the same order to the end
 
 
 class Comparison(Config):
@@ -86,7 +85,7 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
     # A teacher that is a student itself knows its own walks alone.
     for name in wanted.solvers if subject.walk is None else ():
         search = searched(wanted, subject, counts, engine) if name == GITS else {}
-        how = FEW.get(name) or solver(name)
+        how = WALKED_BY if name == GITS else solver(name)
         found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
         rows[name] = {n: apart(found[n], goal) for n in counts}
     each = engine.task.evaluations_per_image  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ class Sfd(Walked):
     """The first step is analytical and costs no evaluation; not with --exportable."""
     refinement: PositiveInt = 4
     """Steps of the teacher for each of the student's: K."""
-    solver: Solver = Dpmpp3M(lower_order_final=True)
+    solver: Solver = Dpmpp3M()
     """Of the teacher."""
     distance: Literal["l1", "l2", "huber"] = "l1"
     """Between where the student and its teacher arrive."""

@@ -99,8 +99,8 @@ class EvaluateRun(Config):
     """Several (and several steps) make a sweep."""
     steps: tuple[PositiveInt, ...] = (20,)
     """Steps of the walk: a number is one of model and sampler together."""
-    lower_order_final: bool = False
-    """Solvers lower their order over the last steps; helps at very few."""
+    lower_order_final: bool = True
+    """Solvers lower their order over the last steps."""
     within: PositiveFloat = 5.0
     """A sweep names the cheapest setting within so many percent of the best."""
     grid: Grid = NativeGrid()

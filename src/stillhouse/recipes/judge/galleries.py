@@ -81,10 +81,15 @@ def colour(images: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- a model
 
-FINAL = "lower_order_final"
-DEFAULT = SampleRun().model_dump(
-    mode="json", include={"grid", "guidance", "labels", "null_label", "dtype"}
-)
+
+def settings(config: SampleRun) -> dict[str, Any]:
+    """Those that the images depend on beside solver, steps and seed."""
+    own = {"grid", "guidance", "labels", "null_label", "dtype"}
+    final = {"lower_order_final": config.solver.lower_order_final}
+    return config.model_dump(mode="json", include=own) | final
+
+
+USUAL = settings(SampleRun())
 
 
 class Drawn:
@@ -101,9 +106,8 @@ class Drawn:
         self.grid = build_grid(config, subject, device)
         self.evaluations = count_evaluations(config, self.grid.tolist())
         self.reading = f"{config.solver.kind}, {config.step_count} steps, seed {config.seed}"
-        if chosen := {
-            name: value for name, value in self._settings() if value != DEFAULT.get(name, False)
-        }:
+        wanted = settings(config)
+        if chosen := {name: wanted[name] for name in wanted if wanted[name] != USUAL[name]}:
             self.reading += ", " + re.sub(r'[{}"]', "", json.dumps(chosen))
 
     def shares(self, here: World) -> list[range]:
@@ -127,11 +131,6 @@ class Drawn:
             labels = tuple(self.subject.labels_of(numbers))
             text = tuple(self.subject.prompts_of(numbers))
             yield Shown(colour(self.subject.decode(states)), labels, text)
-
-    def _settings(self) -> Iterator[tuple[str, Any]]:
-        """Those that the images depend on beside solver, steps and seed."""
-        yield from self.config.model_dump(mode="json", include=set(DEFAULT)).items()
-        yield FINAL, self.config.solver.lower_order_final
 
     def fingerprint(self) -> str:
         return ", ".join(self.subject.fingerprints().values())
