@@ -20,6 +20,8 @@ RESULTS = HERE.parent.parent / "benchmarks" / "results" / "immiscible"
 COLOURS = {"independent": INK, "assignment": ORANGE, "nearest": BLUE}
 NAMES = {"fashion": "Fashion-MNIST", "cifar10": "CIFAR-10", "part": "part of CIFAR-10"}
 
+LOGGED = ("reduction", "leak", "chance")
+
 Run = dict[str, Any]
 
 
@@ -35,6 +37,8 @@ def main() -> None:
             print(f"\n{data}: {name}, floor {here[0]['floor'][name]:.4g}\n")
             print("\n".join(table(here, name)))
             print("\n" + "\n".join(compared(here, name)))
+    print("\nclasses: what the coupling did\n")
+    print("\n".join(leaks(found.get("classes", []))))
 
 
 def metrics(runs: list[Run]) -> list[str]:
@@ -65,7 +69,7 @@ def axes_of(runs: list[Run]) -> tuple[list[str], list[int], list[int]]:
 def table(runs: list[Run], metric: str) -> Iterator[str]:
     """Means over seeds and their deviation, after half of the images and after all."""
     arms, images, steps = axes_of(runs)
-    columns = [(i, n) for i in images[1::2] for n in steps]
+    columns = [(i, n) for i in images[1::2] or images for n in steps]
     yield "| seeds |" + "".join(f" {i:,} images, {n} steps |" for i, n in columns)
     yield "|---|" + "---|" * len(columns)
     for arm in arms:
@@ -80,7 +84,7 @@ def cell(found: list[float]) -> str:
 def compared(runs: list[Run], metric: str) -> Iterator[str]:
     """Each arm over independent noise, paired by seed, and the images it needs to be as good."""
     arms, images, steps = axes_of(runs)
-    for arm in arms[1:]:
+    for arm in arms[1:] if arms[0] == "independent" else ():
         for n in steps:
             for i in images:
                 plain, other = (values(runs, a, metric, i, n) for a in ("independent", arm))
@@ -96,6 +100,14 @@ def ratio(logs: list[float]) -> str:
         return f"{mean} in one seed"
     half = student.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
     return f"{mean}, 95% within a factor of {math.exp(half):.2f} ({len(logs)} seeds)"
+
+
+def leaks(runs: list[Run]) -> Iterator[str]:
+    """How often a probe names the class from the noise, at the end of training."""
+    for run in runs:
+        last = (fmean(value for _, value in run[f"coupling/{key}"]) for key in LOGGED)
+        said = ", ".join(f"{key} {value:.3f}" for key, value in zip(LOGGED, last, strict=True))
+        yield f"{run['arm']}: {said}"
 
 
 def needed(runs: list[Run], arm: str, metric: str, steps: int) -> str:
