@@ -104,7 +104,7 @@ def ratio(logs: list[float]) -> str:
 
 def leaks(runs: list[Run]) -> Iterator[str]:
     """How often a probe names the class from the noise, at the end of training."""
-    for run in runs:
+    for run in (run for run in runs if run["arm"] != "independent"):
         last = (fmean(value for _, value in run[f"coupling/{key}"]) for key in LOGGED)
         said = ", ".join(f"{key} {value:.3f}" for key, value in zip(LOGGED, last, strict=True))
         yield f"{run['arm']}: {said}"
