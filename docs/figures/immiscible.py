@@ -84,7 +84,7 @@ def cell(found: list[float]) -> str:
 def compared(runs: list[Run], metric: str) -> Iterator[str]:
     """Each arm over independent noise, paired by seed, and the images it needs to be as good."""
     arms, images, steps = axes_of(runs)
-    for arm in arms[1:] if arms[0] == "independent" else ():
+    for arm in arms[1:]:
         for n in steps:
             for i in images:
                 plain, other = (values(runs, a, metric, i, n) for a in ("independent", arm))
