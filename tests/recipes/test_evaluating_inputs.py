@@ -2,8 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +20,9 @@ from safetensors.torch import load_file, save_file
 from stillhouse.cli import main
 from stillhouse.metrics.networks import FOLDER
 from stillhouse.metrics.references import load_reference
+from stillhouse.recipes import claims
+from stillhouse.recipes.claims import locked
+from stillhouse.recipes.judge import referring
 from stillhouse.recipes.judge.evaluating import Bench
 
 RESNET = "resnet56_cifar10.safetensors"
@@ -372,14 +380,66 @@ def test_another_batch_size_goes_on_with_no_wrong_captions(monkeypatch):
 
 
 def test_a_reference_is_computed_by_one_run_at_a_time(refusal, monkeypatch):
-    from stillhouse.recipes.claims import locked
-
     stopped(monkeypatch, "good", "--batch", 4, after=1)
-    with locked(next(Path("cache/parts").iterdir())):
+    with locked(next(Path("cache/parts").iterdir())), monkeypatch.context() as patch:
+        patch.setattr(referring, "PATIENCE", 0)
         told = refusal("good")
     assert "another run is using" in told
     assert "wait for it, or choose another --cache" in told
     evaluate("good")
+
+
+@contextmanager
+def another_run(monkeypatch, done: Callable[[], object]) -> Iterator[None]:
+    """Is computing the reference, and ends when this one waits, after it has `done` this."""
+    parts = next(Path("cache/parts").iterdir())
+    began, awaited = Event(), Event()
+
+    def work() -> None:
+        with locked(parts):
+            began.set()
+            assert awaited.wait(60)
+            done()
+
+    def sleep(_: float) -> None:
+        awaited.set()
+        time.sleep(0.01)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
+        patch.setattr(claims, "time", clock)
+        working = pool.submit(work)
+        assert began.wait(60)
+        yield
+    working.result()
+
+
+@pytest.mark.parametrize("words", [(), ("--refresh", "true")])
+def test_a_reference_that_another_run_is_computing_is_waited_for(monkeypatch, capfd, words):
+    evaluate("good", "--out", "whole")
+    (made,) = Path("cache").glob("*.safetensors")
+    content = made.read_bytes()
+    made.unlink()
+    stopped(monkeypatch, "good", "--batch", 4, "--out", "b", after=1)
+
+    def finish() -> None:
+        made.write_bytes(content)
+        shutil.rmtree(next(Path("cache/parts").iterdir()))
+
+    with another_run(monkeypatch, finish), monkeypatch.context() as patch:
+        patch.setattr(referring, "collect", None)  # nothing is computed a second time
+        found = evaluate("good", "--out", "b", *words)
+    assert "waiting for another run that is using" in capfd.readouterr().err
+    assert values(found) == values(json.loads(Path("whole/evaluation.json").read_text()))
+
+
+def test_a_reference_that_another_run_left_unfinished_is_gone_on_with(monkeypatch):
+    whole = evaluate("good", "--out", "whole")
+    next(Path("cache").glob("*.safetensors")).unlink()
+    stopped(monkeypatch, "good", "--batch", 4, "--out", "b", after=1)
+    with another_run(monkeypatch, lambda: None):
+        found = evaluate("good", "--out", "b")
+    assert values(found) == values(whole)
 
 
 # ---------------------------------------------------------------- places to write to

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -120,14 +121,19 @@ def write_output(target: Path, content: bytes) -> None:
 
 
 @contextmanager
-def locked(folder: Path, advice: str = "choose another --out") -> Iterator[None]:
-    """Refuses a second run in the same folder. The lock goes with its process, however it ends."""
+def locked(
+    folder: Path, advice: str = "choose another --out", patience: float = 0
+) -> Iterator[None]:
+    """Refuses a second run in the same folder, after so many seconds of waiting for the first.
+
+    The lock goes with its process, however it ends.
+    """
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:
         raise UserError(f"{folder} cannot be written to ({error}): {advice}") from error
     with file:
-        _lock(file, folder, advice)
+        _lock(file, folder, advice, patience)
         _held.add(file)
         try:
             yield
@@ -135,12 +141,13 @@ def locked(folder: Path, advice: str = "choose another --out") -> Iterator[None]
             _held.discard(file)
 
 
-def _lock(file: IO[str], folder: Path, advice: str) -> None:
+def _lock(file: IO[str], folder: Path, advice: str, patience: float) -> None:
     """A file server may hold a dead machine's lock for a while, so restarts are patient."""
     import fcntl
 
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    deadline = time.monotonic() + (PATIENCE if restarted else 0)
+    deadline = time.monotonic() + max(patience, PATIENCE if restarted else 0)
+    said = False
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,6 +156,9 @@ def _lock(file: IO[str], folder: Path, advice: str) -> None:
                 raise UserError(
                     f"another run is using {folder}: wait for it, or {advice}"
                 ) from error
+            if not said:
+                print(f"waiting for another run that is using {folder}", file=sys.stderr)
+                said = True
             time.sleep(1)
         except OSError as error:
             warnings.warn(f"{folder} cannot be locked ({error}): start no second run", stacklevel=4)

@@ -33,6 +33,7 @@ from stillhouse.recipes.progress import progress_bar
 
 CACHE = Path("~/.cache/stillhouse/references")
 ELSEWHERE = "choose another --cache"
+PATIENCE = 20 * 60.0  # seconds to wait for a run that makes the same; less than collectives do
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,19 @@ class Library:
         return self.folder.expanduser() / f"{slug}-{short}.safetensors"
 
     def _compute(self, gallery: Gallery, facts: Facts, file: Path) -> None:
-        """Goes on where the same was stopped: whatever differs has other parts."""
+        """Goes on where the same was stopped: whatever differs has other parts.
+
+        What another run is making now is waited for, so that many may begin at once.
+        """
         here, label = self.here, f"reference {gallery.name} ({gallery.reading})"
         differing = hashlib.sha256(facts.model_dump_json(exclude={"version"}).encode()).hexdigest()
         parts = file.parent / "parts" / f"{file.stem}-{differing[:10]}"
         with ExitStack() as stack:
             here.first(lambda: make_folder(parts, ELSEWHERE))
-            here.first(lambda: stack.enter_context(locked(parts, ELSEWHERE)))
+            before = _made(file)
+            here.first(lambda: stack.enter_context(locked(parts, ELSEWHERE, PATIENCE)))
+            if any(here.gather(_made(file) != before)):
+                return
             total = sum(map(len, gallery.shares(here)))
             with progress_bar(label, total, "images", shown=here.rank == 0) as advance:
                 found = collect(gallery, self.detector, here, parts, "features", advance)
@@ -114,6 +121,11 @@ class Library:
             Reference(complete, found.moments(), rows, texts).save(file)
 
         self.here.first(store)
+
+
+def _made(file: Path) -> int | None:
+    """When, in nanoseconds."""
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def cache_folder(given: Path) -> Path:
