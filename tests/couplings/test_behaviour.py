@@ -3,6 +3,7 @@
 The benchmark's own arms, with a tenth of its training, one seed.
 """
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -30,6 +31,31 @@ def test_assignment_straightens_paths_so_that_one_step_is_enough(moons):
         for name in ("assignment", "independent")
     )
     assert straight < crossed / 4
+
+
+@pytest.mark.slow
+def test_with_a_condition_plain_assignment_draws_the_wrong_points_however_exactly_it_is_solved(
+    moons,
+):
+    """Of each moon by itself: points of the one among those of the other are no small matter."""
+    effort = moons.Effort(iterations=400, points=512)
+    plain, within = (
+        moons.run(name, SEED, effort).distances for name in ("told/assignment", "told/within-class")
+    )
+    assert plain["adaptive_by_class"] > 3 * within["adaptive_by_class"]
+    assert plain["adaptive"] > within["adaptive"]
+
+
+def test_the_orderings_of_the_page_are_those_of_its_numbers():
+    found = json.loads((FOLDER / "results" / "moons.json").read_text())["arms"]
+
+    def apart(name: str, how: str) -> list[float]:
+        return found[name][how]
+
+    for how in ("one_step", "adaptive"):
+        assert max(apart("told/within-class", how)) < min(apart("told/assignment", how))
+    assert max(apart("told/independent", "adaptive")) < min(apart("told/assignment", "adaptive"))
+    assert max(apart("assignment", "one_step")) < min(apart("independent", "one_step"))
 
 
 def test_every_arm_is_trained_and_judged(moons):

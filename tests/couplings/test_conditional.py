@@ -60,6 +60,14 @@ def test_text_is_compared_by_the_angle_of_its_embedding():
     assert torch.equal(SOFT(X, NOISE, without).index, SOFT(X, NOISE, COND).index)
 
 
+def test_texts_without_an_embedding_are_one_condition():
+    """An empty caption's may be 0: such rows swap freely with each other, dearly with others."""
+    topics = torch.nn.functional.one_hot(LABELS, 4).float()
+    topics[LABELS == 0] = 0
+    found = SOFT(X, NOISE, Condition(pooled=topics))
+    assert torch.equal(found.index, SOFT(X, NOISE, COND).index)
+
+
 def test_near_texts_swap_sooner_than_far_ones():
     angle = torch.linspace(0, torch.pi, 60)
     cond = Condition(pooled=torch.stack([angle.cos(), angle.sin()], 1))

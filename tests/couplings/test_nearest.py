@@ -40,6 +40,16 @@ def test_the_choice_is_the_metrics_own(metric):
     assert not torch.equal(scores["cosine"].argmax(0), (x * noises).sum(2).argmax(0))
 
 
+@pytest.mark.parametrize(
+    "candidates", [normal(4, 3), normal(5, 4, 4), normal(5, 4, 3, 1), torch.empty(0, 4, 3)]
+)
+def test_candidates_of_another_shape_are_refused(candidates):
+    with pytest.raises(ValueError, match=r"\[k, \*x\.shape\], noises \(4, 3\) each"):
+        pick(normal(4, 3), candidates)
+    with pytest.raises(ValueError, match="metric is one of"):
+        pick(normal(4, 3), normal(2, 4, 3), metric="L2")
+
+
 def test_draws_differ_and_the_first_is_the_usual_noise():
     draws = keyed(2)
     noises = torch.stack([draws(SHAPE, draws.key, number) for number in range(3)]).flatten(0, 1)

@@ -65,9 +65,32 @@ def test_different_shapes_never_swap():
         assign(x, noise, mask=torch.ones(20, 3))
 
 
-def test_labels_must_be_one_per_datum():
-    with pytest.raises(ValueError, match="one label each"):
-        assign(X, NOISE, LABELS[:7])
+@pytest.mark.parametrize(
+    ("x", "noise", "labels", "said"),
+    [
+        (X, NOISE, LABELS[:7], "one label each"),
+        (X, NOISE, LABELS.float(), "whole numbers.*float32"),
+        (X, NOISE, ["cat"] * 30, "whole numbers"),
+        (X, NOISE, [None] * 30, "with one of its own for a label left out"),
+        (X, NOISE[:29], None, "30 data need as many noises, not 29"),
+        (list(X), list(NOISE[:29]), None, "30 data need as many noises, not 29"),
+        (list(X), [*NOISE, NOISE[0]], None, "not 31"),
+        (list(X), [*NOISE[:29], NOISE[29, :1]], None, r"needs noise of its shape.*\(1, 1, 4, 4\)"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(x, noise, labels, said):
+    with pytest.raises(ValueError, match=said):
+        assign(x, noise, labels)
+
+
+def test_a_list_warns_only_if_nothing_at_all_can_move(recwarn):
+    x, noise = [*X, normal(1, 7)[0]], [*NOISE, normal(1, 7, seed=1)[0]]
+    index = assign(x, noise)
+    assert index[30] == 30
+    assert torch.equal(index[:30], assign(X, NOISE))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="among 2 rows.*`couplings.pick`"):
+        assign([X[0], x[30]], [NOISE[0], noise[30]])
 
 
 def test_the_two_lines_in_a_loop_of_diffusers():

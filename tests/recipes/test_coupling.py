@@ -5,13 +5,17 @@ import json
 import loaded
 import pytest
 import torch
-from data.pictures import write_shards
+from data.pictures import pixels, write_shards
+from PIL import Image
 from recipes.test_training import TINY, final_tensors
 
 from stillhouse.couplings.configs import AssignmentConfig, ConditionalConfig, NearestConfig
-from stillhouse.data import Columns, DataConfig, ImageConfig, Parquet
+from stillhouse.data import AspectBuckets, Columns, DataConfig, Folder, ImageConfig, Parquet
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.trackers import read_log
+from stillhouse.errors import UserError
+from stillhouse.recipes.plan.planning import describe
+from stillhouse.recipes.train.coupled import check_coupling
 from stillhouse.recipes.train.processes import Edm
 from stillhouse.recipes.train.training import TrainRun, run
 from stillhouse.recipes.train.watching import Preview
@@ -49,14 +53,71 @@ def numbers(config: TrainRun, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "coupling", [AssignmentConfig(), NearestConfig(k=4), ConditionalConfig(mode="soft")]
+    "coupling",
+    [
+        AssignmentConfig(),
+        NearestConfig(k=4),
+        ConditionalConfig(),
+        ConditionalConfig(mode="soft"),
+    ],
 )
 def test_a_coupling_is_logged(config, coupling):
     here = changed(config, coupling=coupling)
     run(here)
-    assert all(r > 0 for r in numbers(here, "coupling/reduction"))
-    assert all(0 <= leak <= 1 for leak in numbers(here, "coupling/leak"))
-    assert len(numbers(here, "coupling/seconds")) == 4
+    reductions = numbers(here, "coupling/reduction")
+    assert len(reductions) == len(numbers(here, "coupling/seconds")) == 4
+    assert all(reduction > 0 for reduction in reductions)
+    leaks, chances = numbers(here, "coupling/leak"), numbers(here, "coupling/chance")
+    assert len(leaks) == len(chances) == 3  # the first batch is learnt only
+    assert all(0 <= leak <= 1 for leak in leaks)
+    assert all(0 < chance < 0.6 for chance in chances)
+
+
+def test_images_of_several_shapes_are_paired_and_probed_by_shape(config, tmp_path):
+    folder = tmp_path / "shapes"
+    for number in range(48):
+        sides = ((16, 8), (8, 16), (8, 8))[number % 3]
+        place = folder / "abcde"[number % 5]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(number, *sides)).save(place / f"{number:02d}.png")
+    data = DataConfig(
+        source=Folder(path=str(folder)),
+        columns=Columns(label="label"),
+        image=ImageConfig(size=8),
+        buckets=AspectBuckets(step=4),
+    )
+    here = changed(config, data=data)
+    run(here)
+    assert all(reduction > 0 for reduction in numbers(here, "coupling/reduction"))
+    assert numbers(here, "coupling/leak")
+
+
+@pytest.mark.parametrize(
+    ("coupling", "said"),
+    [
+        (AssignmentConfig(), "tells something of the class"),
+        (NearestConfig(), "--coupling conditional avoids that"),
+        (ConditionalConfig(), ""),
+    ],
+)
+def test_a_coupling_that_tells_the_class_is_doubted(config, coupling, said):
+    here = changed(config, coupling=coupling, images=16)
+    run(here)
+    message = " ".join(numbers(here, "message"))
+    assert said in message
+    assert bool(said) == ("noise by" in message)
+
+
+@pytest.mark.parametrize("coupling", [ConditionalConfig(), ConditionalConfig(mode="soft")])
+def test_a_conditional_coupling_without_conditions_is_refused_at_once(config, coupling):
+    data = config.data.model_copy(update={"columns": Columns()})
+    here = changed(config, data=data, classes=0, coupling=coupling)
+    with pytest.raises(UserError, match="classes or captions, and the data has neither"):
+        describe(here, processes=1)
+    with pytest.raises(UserError, match="choose --coupling assignment"):
+        run(here)
+    with pytest.raises(UserError, match=r"--coupling\.mode soft"):
+        check_coupling(ConditionalConfig(), classes=False, captions=True)
 
 
 def test_independent_noise_logs_nothing_and_trains_otherwise(config, tmp_path):
@@ -67,7 +128,7 @@ def test_independent_noise_logs_nothing_and_trains_otherwise(config, tmp_path):
     assert numbers(plain, "denoiser/loss") != numbers(config, "denoiser/loss")
 
 
-@pytest.mark.parametrize("coupling", [AssignmentConfig(), NearestConfig()])
+@pytest.mark.parametrize("coupling", [AssignmentConfig(), NearestConfig(), ConditionalConfig()])
 def test_a_resumed_run_meets_the_same_noise(config, tmp_path, coupling):
     whole = changed(config, coupling=coupling, out=tmp_path / "whole")
     run(whole)
@@ -97,8 +158,6 @@ def test_one_pool_over_two_processes_is_that_of_one(config, tmp_path):
 
 
 def test_the_same_noise_for_another_coupling_is_another_run(config):
-    from stillhouse.errors import UserError
-
     run(config)
     with pytest.raises(UserError, match=r"coupling\.kind: assignment -> nearest"):
         run(changed(config, coupling=NearestConfig()))

@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> None:
         examples=(
             "stillhouse train images --data.source.path photos --scale tiny",
             "stillhouse train images --data.source.path photos --dry-run",
-            "stillhouse train cifar10-unet --coupling assignment --optim.lr 2e-4",
+            "stillhouse train cifar10-unet --coupling conditional --optim.lr 2e-4",
         ),
     )
     if not name:

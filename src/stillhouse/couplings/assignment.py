@@ -7,12 +7,16 @@ noise of the pool stays what it was, as a set; only who meets whom changes.
 
 so the squared L2 distance is least where the dot product is largest: one matrix product, no
 [n, n, d] tensor, and a problem that the solver finds easier than one of distances.
+
+Padded data differ in what of a noise they meet, and |n_j|^2 over that part is no longer the same
+sum for every permutation. The dot product is kept: distances would take the parts that are short,
+and noise would no longer have variance 1 where data is.
 """
 
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,6 +45,11 @@ class Assignment:
     block: int = BLOCK  # larger pools are cut into blocks of this many rows
     standardise: bool = False  # divide coordinates by their deviation, for the cost only
     side: int = 0  # compare images averaged to this many pixels a side; 0: as they are
+
+    def __post_init__(self) -> None:
+        check_choice("cost", self.cost, get_args(Cost))
+        if self.block < 2:
+            raise ValueError(f"block is how many rows swap noise: at least 2, not {self.block}")
 
     @torch.no_grad()
     def __call__(
@@ -84,14 +93,10 @@ class Assignment:
         check_rows(x)
         check_rows(noise, "noise")
         x = standardised(x) if self.standardise and len(x) else x
-        index, groups = torch.arange(len(x)), self.groups(len(x), condition)
-        if len(x) and max(len(rows) for rows in groups) == 1:
-            warnings.warn(
-                f"nothing to swap among {len(x)} rows: every noise stays where it was. Enlarge the "
-                "batch, or use the coupling `nearest`, which needs no other rows",
-                stacklevel=3,
-            )
-        for rows in groups:
+        if len(x) and not self.can_swap(len(x), condition):
+            warn_of_nothing_to_swap(len(x))
+        index = torch.arange(len(x))
+        for rows in self.groups(len(x), condition):
             if len(rows) > 1:
                 index[rows] = rows[solve(self.costs(x, noise, rows, condition))]
         return index
@@ -99,6 +104,9 @@ class Assignment:
     def groups(self, count: int, condition: Tensor | None) -> list[Tensor]:
         """The rows among which noise may be swapped."""
         return blocks(torch.arange(count), self.block)
+
+    def can_swap(self, count: int, condition: Tensor | None) -> bool:
+        return any(len(rows) > 1 for rows in self.groups(count, condition))
 
     def costs(self, x: Tensor, noise: Tensor, rows: Tensor, condition: Tensor | None) -> Tensor:
         """[n, n] between the data and the noise of these rows, up to numbers per row or column."""
@@ -108,6 +116,15 @@ class Assignment:
             return torch.cdist(x, noise, p=1)
         with torch.autocast(x.device.type, enabled=False):  # which would multiply in bfloat16
             return (x @ noise.T).neg_()
+
+
+def warn_of_nothing_to_swap(count: int) -> None:
+    warnings.warn(
+        f"nothing to swap among {count} rows: every noise stays where it was. Enlarge the batch, "
+        "or use the coupling `nearest` (in a loop of your own `couplings.pick`), which needs no "
+        "other rows",
+        stacklevel=3,
+    )
 
 
 def blocks(rows: Tensor, most: int) -> list[Tensor]:
@@ -131,5 +148,15 @@ def averaged(x: Tensor, side: int) -> Tensor:
 
 
 def check_shapes(x: Tensor, noise: Tensor) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"data has a row per sample, [B, ...], not the shape {(*x.shape,)}")
     if x.shape != noise.shape:
-        raise ValueError(f"data {tuple(x.shape)} needs noise of its shape, not {(*noise.shape,)}")
+        raise ValueError(
+            f"data {(*x.shape,)} needs noise of its shape, as of torch.randn_like(data), not "
+            f"{(*noise.shape,)}"
+        )
+
+
+def check_choice(name: str, said: str, choices: tuple[str, ...]) -> None:
+    if said not in choices:
+        raise ValueError(f"{name} is one of {', '.join(choices)}, not {said!r}")

@@ -9,7 +9,7 @@ between rows of different condition cost extra (Cheng & Schwing 2025, "The Curse
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, cat
 from torch.nn.functional import normalize
 
 from stillhouse.couplings.assignment import Assignment, blocks
@@ -28,7 +28,7 @@ class Conditional(Assignment):
     weight: float = 2.0  # of a full difference in condition, in deviations of the cost
 
     def condition(self, cond: Condition | None) -> Tensor | None:
-        """Labels [B], or embeddings [B, C] of length 1."""
+        """Labels [B], or embeddings [B, C + 1] of length 1; those of no length agree."""
         if cond is not None and cond.label is not None:
             return cond.label.cpu()
         found = None if cond is None or self.mode == "within-class" else _embedding(cond)
@@ -39,7 +39,8 @@ class Conditional(Assignment):
                 "choose --coupling.kind assignment"
             )
         check_rows(found, "text embedding")
-        return normalize(found.detach().float(), dim=1).cpu()
+        rows = normalize(found.detach().float(), dim=1).cpu()
+        return cat([rows, (rows == 0).all(1, keepdim=True).float()], dim=1)
 
     def groups(self, count: int, condition: Tensor | None) -> list[Tensor]:
         if self.mode == "soft" or condition is None:

@@ -36,7 +36,7 @@ class PoolConfig(BaseConfig):
     cost: Cost = "l2"
     """Squared L2 distance, or l1 to compare."""
     block: Annotated[int, Field(ge=2)] = BLOCK
-    """Larger pools are solved in blocks of this many images; 512 keeps 88% of the gain at 2048."""
+    """Larger pools are solved in blocks of this many images; 512 keeps 90% of the gain at 2048."""
     standardise: bool = False
     """Divide each coordinate by its deviation over the pool, for the cost only."""
     side: NonNegativeInt = 0

@@ -6,6 +6,7 @@ that the noise was chosen for.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import astuple, dataclass
 
 import torch
@@ -37,35 +38,52 @@ class Leak:
 
 
 class LeakProbe:
-    """Call it with batch after batch: noise as met, and the labels. The first is learnt only."""
+    """Call it with batch after batch: noise as met, and the labels. The first is learnt only.
+
+    Images of different shapes have no mean: each shape is asked about by itself. Nothing is kept
+    of a run that is resumed, whose first batch is learnt only too.
+    """
+
+    def __init__(self) -> None:
+        self._shapes: dict[torch.Size, _ClassMeans] = defaultdict(_ClassMeans)
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, noise: Tensor, labels: Tensor) -> Leak:
+        means, labels = self._shapes[x.shape[1:]], labels.cpu()
+        leak = means.ask(flat(noise).cpu(), labels)
+        means.learn(flat(x).cpu(), labels)
+        return leak
+
+
+class _ClassMeans:
+    """The mean of each class's rows so far."""
 
     def __init__(self) -> None:
         self._labels = torch.empty(0, dtype=torch.int64)
         self._sums = torch.empty(0)
         self._counts = torch.empty(0)
 
-    @torch.no_grad()
-    def __call__(self, x: Tensor, noise: Tensor, labels: Tensor) -> Leak:
-        labels = labels.cpu()
+    def ask(self, noise: Tensor, labels: Tensor) -> Leak:
+        """Of the rows whose class has a mean."""
         known = torch.isin(labels, self._labels)
-        leak = Leak()
-        if len(self._labels) > 1 and bool(known.any()):
-            leak = self._ask(flat(noise).cpu()[known], labels[known])
-        self._learn(flat(x).cpu(), labels)
-        return leak
-
-    def _ask(self, noise: Tensor, labels: Tensor) -> Leak:
+        if len(self._labels) < 2 or not bool(known.any()):
+            return Leak()
         means = normalize(self._sums / self._counts[:, None], dim=1)
-        found = self._labels[(noise @ means.T).argmax(1)]
-        share = [float((found == c).sum() * (labels == c).sum()) for c in self._labels]
-        return Leak(float((found == labels).sum()), sum(share) / len(labels), len(labels))
+        found = (noise[known] @ means.T).argmax(1)
+        true = self._places(labels[known])
+        answers, truths = (each.bincount(minlength=len(means)) for each in (found, true))
+        by_chance = float((answers * truths).sum()) / len(true)
+        return Leak(float((found == true).sum()), by_chance, len(true))
 
-    def _learn(self, x: Tensor, labels: Tensor) -> None:
+    def learn(self, x: Tensor, labels: Tensor) -> None:
         new = labels[~torch.isin(labels, self._labels)].unique()
         self._labels = torch.cat([self._labels, new])
         sums = x.new_zeros(len(new), x.shape[1])
         self._sums = torch.cat([self._sums, sums]) if len(self._sums) else sums
         self._counts = torch.cat([self._counts, torch.zeros(len(new))])
-        places = (labels[:, None] == self._labels[None]).int().argmax(1)
+        places = self._places(labels)
         self._sums.index_add_(0, places, x)
         self._counts.index_add_(0, places, torch.ones(len(x)))
+
+    def _places(self, labels: Tensor) -> Tensor:
+        return (labels[:, None] == self._labels[None]).int().argmax(1)

@@ -8,12 +8,12 @@ from. The cosine <x, n>/|n| has no such preference, and aligns about 1.7 times a
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from stillhouse.couplings.assignment import check_shapes
+from stillhouse.couplings.assignment import check_choice, check_shapes
 from stillhouse.couplings.pairing import KeyedDraws, Pairing, check_rows, flat
 from stillhouse.process import Condition
 
@@ -29,6 +29,9 @@ class Nearest:
 
     k: int = 4
     metric: Metric = "cosine"
+
+    def __post_init__(self) -> None:
+        check_choice("metric", self.metric, get_args(Metric))
 
     @torch.no_grad()
     def __call__(
@@ -70,6 +73,12 @@ def pick(x: Tensor, candidates: Iterable[Tensor], metric: Metric = "cosine") -> 
 
     With noises = torch.randn(k, *x.shape), noise = noises[pick(x, noises), torch.arange(len(x))].
     """
+    check_choice("metric", metric, get_args(Metric))
+    candidates = list(candidates)
+    wrong = [candidate.shape for candidate in candidates if candidate.shape != x.shape]
+    if wrong or not candidates:
+        said = (*wrong[0],) if wrong else "none"
+        raise ValueError(f"candidates are [k, *x.shape], noises {(*x.shape,)} each, not {said}")
     return closest(x, candidates, metric).number
 
 

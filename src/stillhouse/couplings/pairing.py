@@ -109,6 +109,12 @@ def flat(x: Tensor, mask: Tensor | None = None) -> Tensor:
 def spread(mask: Tensor, x: Tensor) -> Tensor:
     """The mask in the shape of x's flat rows."""
     mask = mask.to(x.device, torch.bool)
+    axes = zip(mask.shape, x.shape, strict=False)
+    if mask.ndim > x.ndim or any(marked not in (1, side) for marked, side in axes):
+        raise ValueError(
+            f"a mask has the first axes of its data {(*x.shape,)}, or 1 where it says the same of "
+            f"all: for images [B, 1, H, W], not {(*mask.shape,)}"
+        )
     return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)).expand(x.shape).flatten(1)
 
 
@@ -128,7 +134,8 @@ def check_rows(x: Tensor, name: str = "data") -> None:
     if bad:
         what = "NaN" if bool(x[bad[0]].isnan().any()) else "Inf"
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        source = "how it was drawn" if name == "noise" else "what the loader or encoder made of it"
         raise UserError(
-            f"row {bad[0]}{more} of the batch's {name} holds {what}, so no noise is near it: look "
-            "at what the loader or the encoder made of it"
+            f"row {bad[0]}{more} of the batch's {name} holds {what}, and nothing is near that: "
+            f"look at {source}"
         )

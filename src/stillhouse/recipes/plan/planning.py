@@ -15,6 +15,7 @@ from stillhouse.engine.world import World
 from stillhouse.recipes.latents import build_codec
 from stillhouse.recipes.plan.shadows import Footprint, footprint, measure, shadow
 from stillhouse.recipes.plan.stored import checkpoint, exported
+from stillhouse.recipes.train.coupled import check_coupling
 from stillhouse.recipes.train.measuring import Evaluation
 from stillhouse.recipes.train.training import TrainRun
 from stillhouse.recipes.train.tuning import fitted
@@ -26,6 +27,7 @@ def describe(config: TrainRun, processes: int) -> str:
     """What `stillhouse train` would do on so many processes."""
     check_shared(config.batch, processes)
     config = fitted(config)
+    check_coupling(config.coupling, classes=config.labelled, captions=config.captioned)
     network = shadow(config)
     count = sum(p.numel() for p in network.parameters())
     lines = [f"{key:<34} {value}" for key, value in _flat(config.model_dump(mode="json"))]

@@ -15,14 +15,13 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, NonNegativeInt
 
-from stillhouse.couplings import Coupling
 from stillhouse.couplings.configs import CouplingConfig, IndependentConfig
-from stillhouse.couplings.pooled import GroupExchange, Pooled
+from stillhouse.couplings.pooled import Pooled
 from stillhouse.data import DataConfig, Loader, PointsConfig, Prefetch
 from stillhouse.engine.checkpoints import Found
 from stillhouse.engine.ema import HalfLife, Profile
 from stillhouse.engine.loop import Engine, Hook, positions
-from stillhouse.engine.world import WORK, World, gloo_group
+from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.models.conditioning import GAMMA, Parts, Text
 from stillhouse.objectives import Draws
@@ -32,6 +31,7 @@ from stillhouse.recipes.encoded import encodes_once, read_once
 from stillhouse.recipes.latents import build_codec, drawn_shape
 from stillhouse.recipes.prompting import PipelineText
 from stillhouse.recipes.telling import DetailWeight, NoText, TextConfig, Texts, layout_of
+from stillhouse.recipes.train.coupled import build_coupling, check_coupling, coupling_note
 from stillhouse.recipes.train.folders import handed_on, origins_of, write_record
 from stillhouse.recipes.train.learner import NAME, Learner
 from stillhouse.recipes.train.measuring import Evaluation, NoEvaluation
@@ -109,6 +109,14 @@ class TrainRun(LongRun):
     log_ids: bool = False
     """Log the ids of all images trained on, for audits."""
 
+    @property
+    def labelled(self) -> bool:
+        return isinstance(self.data, PointsConfig) or bool(self.data.columns.label)
+
+    @property
+    def captioned(self) -> bool:
+        return self.text.kind != "none"
+
     def parts(self, text: Text | None) -> Parts:
         """What the network is told beside its own class, with captions if there are any."""
         layout = layout_of(self.data)
@@ -173,7 +181,7 @@ def build_loader(config: TrainRun, here: World, resume: Sequence[dict[str, Any]]
 
 def count_classes(config: TrainRun, loader: Loader) -> int:
     """What the labels go up to; 0 where the data has none."""
-    labelled = isinstance(config.data, PointsConfig) or bool(config.data.columns.label)
+    labelled = config.labelled
     known = config.classes or len(loader.classes)
     if labelled and loader.classes and known != len(loader.classes):
         raise UserError(f"--classes {known}, but the data has {len(loader.classes)}: leave it out")
@@ -187,6 +195,7 @@ def count_classes(config: TrainRun, loader: Loader) -> int:
 
 def build_learner(config: TrainRun, here: World, loader: Loader, *, begun: bool = False) -> Learner:
     """The network as a denoiser, with its objective. One that has begun has weights of its own."""
+    check_coupling(config.coupling, classes=config.labelled, captions=config.captioned)
     classes, codec = count_classes(config, loader), build_codec(config, here.device)
     texts = config.text.build(loader, config.data, here)
     if texts is None and isinstance(config.data, DataConfig) and config.data.columns.text:
@@ -219,7 +228,7 @@ def build_learner(config: TrainRun, here: World, loader: Loader, *, begun: bool 
         loader.log,
         classes,
         config.log_ids,
-        build_coupling(config, here),
+        build_coupling(config.coupling, here),
         texts,
         config.drop_control,
         codec,
@@ -245,14 +254,6 @@ def null_condition(network: Any, classes: int, texts: Texts | None) -> Condition
     if network.conditioning is not None:
         null = replace(null, control=network.conditioning.null_control)
     return null if len(null) else None
-
-
-def build_coupling(config: TrainRun, here: World) -> Coupling | None:
-    """None where noise is independent. A pool over processes talks in a group of its own."""
-    if isinstance(config.coupling, IndependentConfig):
-        return None
-    shared = config.coupling.pooled and here.size > 1
-    return config.coupling.build(GroupExchange(gloo_group(WORK)) if shared else None)
 
 
 def build_hooks(config: TrainRun, here: World, learner: Learner) -> list[tuple[int, Hook]]:
@@ -298,4 +299,8 @@ def build_exporter(config: TrainRun, learner: Learner) -> Hook:
 def notes(config: TrainRun, loader: Loader, learner: Learner, found: Found | None) -> list[str]:
     """What a user should know before anything is trained."""
     said = "" if learner.texts is None else learner.texts.note
-    return [*([] if found is None else found.skipped), loader.note, said, config.process.note]
+    skipped = [] if found is None else found.skipped
+    leaks = coupling_note(
+        config.coupling, classes=bool(learner.classes), captions=learner.texts is not None
+    )
+    return [*skipped, loader.note, said, config.process.note, leaks]
