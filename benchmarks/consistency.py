@@ -13,7 +13,8 @@ Last line, JSON, also in results/consistency.json unless --quick:
 `w2`: per arm and seed, the W2^2 of one-step samples and data at each checkpoint, by exact
 assignment of as many points, with averaged weights; `floor` is what two sets of data are apart;
 `images_to_equal`: per arm and seed, the images at the first checkpoint that is as good as the last
-of `independent` with that seed (null: none is); `saving`: by how much fewer, a ratio of medians.
+of `independent` with that seed (null: none is); `saving`: by how much fewer, a ratio of medians;
+`images_to`: the same for fixed distances, as `independent` passes them on its way.
 """
 
 import argparse
@@ -45,6 +46,7 @@ TOY = TOYS["ring"]()
 PROCESS = EDM(sigma_data=0.7)
 AVERAGE = PowerFunction(sigma_rel=0.1)
 BATCH, SEEDS, CANDIDATES = 256, 3, 4
+GOALS = (0.1, 0.05, 0.03)  # W2^2
 
 
 def independent(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -197,7 +199,19 @@ def savings(curves: dict[str, list[list[float]]], images: Sequence[int]) -> dict
         for name, found in equal.items()
     }
     saving = {name: round(middle["independent"] / each, 2) for name, each in middle.items()}
-    return {"images_to_equal": equal, "saving": saving}
+    return {"images_to_equal": equal, "saving": saving, "images_to": passing(curves, images)}
+
+
+def passing(
+    curves: dict[str, list[list[float]]], images: Sequence[int]
+) -> dict[str, dict[str, list[int | None]]]:
+    """By goal, arm and seed."""
+    return {
+        str(goal): {
+            name: [reached(each, goal, images) for each in found] for name, found in curves.items()
+        }
+        for goal in GOALS
+    }
 
 
 def reached(curve: Sequence[float], goal: float, images: Sequence[int]) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from style import BLUE, GREY, HERE, INK, ORANGE, plots
+from style import BLUE, COUPLINGS, GREY, HERE, INK, ORANGE, plots
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ARMS = {
@@ -19,7 +19,7 @@ ARMS = {
     "told which moon": ("told/independent", "told/assignment", "told/within-class"),
 }
 ROWS = {"one_step": "one Euler step", "adaptive": "adaptive solver"}
-LINES = {"independent": INK, "assignment": BLUE, "assignment/4": "#7a4fa3", "nearest": ORANGE}
+LINES = {**COUPLINGS, "assignment/4": "#7a4fa3"}
 # Cheng & Schwing 2025, figure 1: mean and standard deviation over 10 runs.
 PAPER = {
     "independent": ("6.232 ± 0.186", "0.120 ± 0.045"),
@@ -83,7 +83,8 @@ def draw_consistency(axis: Any, result: dict[str, Any]) -> None:
         axis.fill_between(
             images, [min(c) for c in curves], [max(c) for c in curves], color=colour, alpha=0.15
         )
-        axis.plot(images, [statistics.mean(c) for c in curves], color=colour, lw=1.6, label=name)
+        label = name.replace("/", ", pools of ")
+        axis.plot(images, [statistics.mean(c) for c in curves], color=colour, lw=1.6, label=label)
     axis.axhline(statistics.mean(result["floor"]), color=GREY, lw=1, ls="--", label="floor")
     axis.set(
         xlabel="points seen, thousands",
@@ -104,23 +105,39 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 
 def print_moons(moons: dict[str, Any]) -> None:
-    print("| arm | one step, paper | one step, ours | adaptive, paper | adaptive, ours |")
-    print("|---|---|---|---|---|")
+    print("| arm | one step, paper | ours | of each moon | adaptive, paper | ours | of each moon |")
+    print("|---|---|---|---|---|---|---|")
     for name, row in moons["arms"].items():
-        paper, ours = PAPER.get(name, ("", "")), [mean_and_spread(row[each]) for each in ROWS]
-        print(f"| {name} | {paper[0]} | {ours[0]} | {paper[1]} | {ours[1]} |")
-    print(f"| floor | | {mean_and_spread(moons['floor'])} | | {mean_and_spread(moons['floor'])} |")
+        cells = [
+            (paper, mean_and_spread(row[each]), by_moon(row, each))
+            for paper, each in zip(PAPER.get(name, ("", "")), ROWS, strict=True)
+        ]
+        print(f"| {name} | " + " | ".join(cell for three in cells for cell in three) + " |")
+    floors = [mean_and_spread(moons[name]) for name in ("floor", "floor_by_class")]
+    print(f"| floor | | {floors[0]} | {floors[1]} | | {floors[0]} | {floors[1]} |")
+
+
+def by_moon(row: dict[str, list[float]], sampler: str) -> str:
+    found = row.get(f"{sampler}_by_class")
+    return mean_and_spread(found) if found else ""
 
 
 def print_consistency(result: dict[str, Any]) -> None:
     shares = (len(result["images"]) // 4, len(result["images"]) // 2, len(result["images"]))
     seen = " | ".join(f"{result['images'][n - 1]:,}" for n in shares)
-    print(f"\n| arm | {seen} | to equal quality |")
-    print("|---|" + "---|" * 4)
+    goals = " | ".join(f"thousand points to {goal}" for goal in result["images_to"])
+    print(f"\n| arm | {seen} | {goals} | to equal quality |")
+    print("|---|" + "---|" * (4 + len(result["images_to"])))
     for name, curves in result["w2"].items():
         cells = " | ".join(mean_and_spread([curve[n - 1] for curve in curves]) for n in shares)
-        equal = ", ".join(f"{n:,}" if n else "never" for n in result["images_to_equal"][name])
-        print(f"| {name} | {cells} | {equal} |")
+        needed = [*(found[name] for found in result["images_to"].values())]
+        passed = " | ".join(map(points_seen, [*needed, result["images_to_equal"][name]]))
+        print(f"| {name} | {cells} | {passed} |")
+
+
+def points_seen(seeds: Sequence[int | None]) -> str:
+    """In thousands, by seed."""
+    return ", ".join(f"{n // 1000}" if n else "never" for n in seeds)
 
 
 if __name__ == "__main__":

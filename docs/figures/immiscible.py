@@ -10,14 +10,16 @@ denoiser says of pure noise after the same training.
 import json
 import math
 from collections.abc import Iterator
+from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
+from scipy.optimize import brentq
+from scipy.stats import nct
 from scipy.stats import t as student
-from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
+from style import COUPLINGS, HERE, logarithmic, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "immiscible"
-COLOURS = {"independent": INK, "assignment": ORANGE, "nearest": BLUE}
 NAMES = {"fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}  # in the pictures
 TOLD = ("part", "classes")  # in tables alone
 
@@ -81,24 +83,58 @@ def cell(found: list[float]) -> str:
 
 
 def compared(runs: list[Run], metric: str) -> Iterator[str]:
-    """Each arm over independent noise, paired by seed, and the images it needs to be as good."""
+    """Each arm's change over independent noise, paired by seed, and what the spread can show."""
     arms, images, steps = axes_of(runs)
-    for arm in arms[1:]:
-        for n in steps:
-            for i in images:
-                plain, other = (values(runs, a, metric, i, n) for a in ("independent", arm))
-                logs = [math.log(other[s] / plain[s]) for s in plain if s in other]
-                yield f"{arm}, {n} steps, {i:,} images: {ratio(logs)}"
-            yield f"{arm}, {n} steps: as good after {needed(runs, arm, metric, n)}"
+    logs = {
+        (arm, n, i): changes(runs, arm, metric, i, n)
+        for arm, n, i in product(arms[1:], steps, images)
+    }
+    yield "| |" + "".join(f" {i:,} images |" for i in images) + " as good after |"
+    yield "|---|" + "---|" * (len(images) + 1)
+    for arm, n in product(arms[1:], steps):
+        cells = "".join(f" {change(logs[arm, n, i])} |" for i in images)
+        yield f"| {arm}, {n} steps |{cells} {needed(runs, arm, metric, n)} |"
+    for i in images:
+        here = [logs[arm, n, i] for arm, n in product(arms[1:], steps) if len(logs[arm, n, i]) > 1]
+        if here:
+            yield f"\n{i:,} images: {visible(here)}"
 
 
-def ratio(logs: list[float]) -> str:
-    """The mean change, and what chance alone would show one time in twenty (Student's t)."""
-    mean = f"{100 * math.expm1(fmean(logs)):+.1f}%"
-    if len(logs) < 2:
-        return f"{mean} in one seed"
-    half = student.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
-    return f"{mean}, 95% within a factor of {math.exp(half):.2f} ({len(logs)} seeds)"
+def changes(runs: list[Run], arm: str, metric: str, images: int, steps: int) -> list[float]:
+    """Logarithms of the arm's value over that of independent noise, of each seed that has both."""
+    plain, other = (values(runs, a, metric, images, steps) for a in ("independent", arm))
+    return [math.log(other[seed] / plain[seed]) for seed in plain if seed in other]
+
+
+def change(logs: list[float]) -> str:
+    """The mean, and in brackets each seed's."""
+    each = ", ".join(percent(log) for log in logs) if len(logs) > 1 else ""
+    return percent(fmean(logs)) + (f" ({each})" if each else "")
+
+
+def percent(log: float) -> str:
+    return f"{100 * math.expm1(log):+.0f}%"
+
+
+def visible(logs: list[list[float]]) -> str:
+    """From the seeds' spread, pooled over arms and steps: what a mean change must be to be seen.
+
+    Arms share the run they are compared with, and steps their model, so degrees of freedom are
+    counted as those of one arm: too few rather than too many.
+    """
+    seeds = min(map(len, logs))
+    freedom = seeds - 1
+    error = math.sqrt(fmean(stdev(each) ** 2 for each in logs) / seeds)
+    bound = student.ppf(0.975, freedom)
+
+    def missed(effect: float) -> float:
+        return float(nct.cdf(bound, freedom, effect)) - 0.2  # of 1 in 5; effect in standard errors
+
+    strong = float(brentq(missed, bound, 100.0))  # type: ignore[arg-type]
+    return (
+        f"chance shows {100 * math.expm1(bound * error):.0f}% one time in twenty; a change of "
+        f"{100 * math.expm1(strong * error):.0f}% is seen four times in five ({seeds} seeds)"
+    )
 
 
 def leaks(runs: list[Run]) -> Iterator[str]:
@@ -110,25 +146,27 @@ def leaks(runs: list[Run]) -> Iterator[str]:
 
 
 def needed(runs: list[Run], arm: str, metric: str, steps: int) -> str:
-    """Images until the arm's mean is what independent noise ends with, on straight lines.
-
-    Over the seeds that both have.
-    """
+    """The share of images after which the arm is what independent noise ends with, by seed."""
     _, images, _ = axes_of(runs)
     plain = values(runs, "independent", metric, images[-1], steps)
     others = [values(runs, arm, metric, i, steps) for i in images]
-    shared = plain.keys() & others[-1].keys()
-    goal = fmean(plain[seed] for seed in shared)
-    means = [fmean(found[seed] for seed in shared) for found in others]
-    before = None
-    for i, mean in zip(images, means, strict=True):
-        if mean <= goal:
-            if before is None:
-                return f"{i:,} images or fewer"
-            share = (before[1] - goal) / (before[1] - mean)
-            return f"{before[0] + share * (i - before[0]):,.0f} of {images[-1]:,} images"
-        before = (i, mean)
-    return f"more than {images[-1]:,} images"
+    shares = [
+        reached(images, [other[seed] for other in others], goal)
+        for seed, goal in plain.items()
+        if seed in others[-1]
+    ]
+    return ", ".join(f"{100 * share:.0f}%" if share else "never" for share in shares)
+
+
+def reached(images: list[int], curve: list[float], goal: float) -> float | None:
+    """When the curve is at the goal for good, on straight lines between checkpoints."""
+    if curve[-1] > goal:
+        return None
+    last = max((i for i, value in enumerate(curve) if value > goal), default=None)
+    if last is None:
+        return images[0] / images[-1]
+    share = (curve[last] - goal) / (curve[last] - curve[last + 1])
+    return (images[last] + share * (images[last + 1] - images[last])) / images[-1]
 
 
 # ---------------------------------------------------------------- pictures
@@ -156,10 +194,10 @@ def curves(found: dict[str, list[Run]]) -> None:
 
 def draw_arms(axis: Any, runs: list[Run], metric: str, steps: int) -> None:
     arms, images, _ = axes_of(runs)
-    for arm in (arm for arm in COLOURS if arm in arms):
+    for arm in (arm for arm in COUPLINGS if arm in arms):
         found = [list(values(runs, arm, metric, i, steps).values()) for i in images]
         thousands = [i / 1000 for i in images]
-        colour, label = COLOURS[arm], f"{arm} ({len(found[0])})"
+        colour, label = COUPLINGS[arm], f"{arm} ({len(found[0])})"
         axis.plot(thousands, [fmean(each) for each in found], color=colour, label=label)
         for x, each in zip(thousands, found, strict=True):
             axis.scatter([x] * len(each), each, color=colour, s=8)
@@ -171,10 +209,10 @@ def one_shot() -> None:
     files = {
         (data, arm): RESULTS / f"{data}-{arm}-0.png"
         for data in NAMES
-        for arm in COLOURS
+        for arm in COUPLINGS
         if (RESULTS / f"{data}-{arm}-0.png").exists()
     }
-    size = (2.3 * len(files), 2.9)
+    size = (2.3 * len(files), 2.75)
     figure, axes = plt.subplots(1, len(files), figsize=size, squeeze=False, layout="constrained")
     for axis, ((data, arm), file) in zip(axes[0], files.items(), strict=True):
         axis.imshow(plt.imread(file))

@@ -9,6 +9,7 @@ from stillhouse.recipes.pictures import pyplot
 
 HERE = Path(__file__).parent
 INK, BLUE, ORANGE, GREY = "#22303c", "#1d5b8f", "#d1862f", "#c9ced6"
+COUPLINGS = {"independent": INK, "assignment": ORANGE, "nearest": BLUE}
 
 
 def plots() -> Any:
@@ -32,7 +33,7 @@ def logarithmic(axis: Any) -> None:
     """A logarithmic height with plain numbers, not powers, beside it."""
     axis.set_yscale("log")
     low, high = axis.get_ylim()
-    ticks = [n * 10.0**k for k in range(-2, 4) for n in (1, 1.5, 2, 3, 4, 5, 6, 8)]
+    ticks = [n * 10.0**k for k in range(-2, 4) for n in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
     ticks = [t for t in ticks if low <= t <= high]
     axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axis.set_yticks([], minor=True)

@@ -308,6 +308,8 @@ def test_noise_of_another_shape_is_refused():
         (lambda: Assignment(cost="L2"), "cost is one of l2, l1, not 'L2'"),
         (lambda: Assignment(block=0), "at least 2, not 0"),
         (lambda: Nearest(metric="L2"), "metric is one of cosine, l2, not 'L2'"),
+        (lambda: Nearest(k=0), "k is how many noises"),
+        (lambda: Conditional(mode="Soft"), "mode is one of within-class, soft, not 'Soft'"),
         (lambda: Assignment()(normal(4), normal(4)), r"\[B, \.\.\.\], not the shape \(4,\)"),
         (
             lambda: Assignment()(normal(4, 3, 5, 5), normal(4, 3, 5, 5), mask=torch.ones(4, 5, 5)),

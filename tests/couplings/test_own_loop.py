@@ -83,6 +83,11 @@ def test_what_does_not_belong_together_is_refused(x, noise, labels, said):
         assign(x, noise, labels)
 
 
+def test_nothing_is_assigned_to_nothing(recwarn):
+    assert assign([], []).tolist() == assign(X[:0], NOISE[:0], []).tolist() == []
+    assert not recwarn.list
+
+
 def test_a_list_warns_only_if_nothing_at_all_can_move(recwarn):
     x, noise = [*X, normal(1, 7)[0]], [*NOISE, normal(1, 7, seed=1)[0]]
     index = assign(x, noise)

@@ -10,12 +10,20 @@ from PIL import Image
 from recipes.test_training import TINY, final_tensors
 
 from stillhouse.couplings.configs import AssignmentConfig, ConditionalConfig, NearestConfig
-from stillhouse.data import AspectBuckets, Columns, DataConfig, Folder, ImageConfig, Parquet
+from stillhouse.data import (
+    AspectBuckets,
+    Columns,
+    DataConfig,
+    Folder,
+    ImageConfig,
+    Parquet,
+    PointsConfig,
+)
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.trackers import read_log
 from stillhouse.errors import UserError
 from stillhouse.recipes.plan.planning import describe
-from stillhouse.recipes.train.coupled import check_coupling
+from stillhouse.recipes.train.coupled import check_coupling, coupling_note
 from stillhouse.recipes.train.processes import Edm
 from stillhouse.recipes.train.training import TrainRun, run
 from stillhouse.recipes.train.watching import Preview
@@ -96,7 +104,7 @@ def test_images_of_several_shapes_are_paired_and_probed_by_shape(config, tmp_pat
     ("coupling", "said"),
     [
         (AssignmentConfig(), "tells something of the class"),
-        (NearestConfig(), "--coupling conditional avoids that"),
+        (NearestConfig(), "--coupling conditional lets it tell less"),
         (ConditionalConfig(), ""),
     ],
 )
@@ -112,12 +120,23 @@ def test_a_coupling_that_tells_the_class_is_doubted(config, coupling, said):
 def test_a_conditional_coupling_without_conditions_is_refused_at_once(config, coupling):
     data = config.data.model_copy(update={"columns": Columns()})
     here = changed(config, data=data, classes=0, coupling=coupling)
-    with pytest.raises(UserError, match="classes or captions, and the data has neither"):
+    with pytest.raises(UserError, match="classes or captions, and the network is told neither"):
         describe(here, processes=1)
     with pytest.raises(UserError, match="choose --coupling assignment"):
         run(here)
+    assert not (here.out / "checkpoints").exists()
+    points = changed(config, data=PointsConfig(), classes=0, coupling=coupling)
+    assert not points.labelled
+    assert changed(points, data=PointsConfig(labels=True)).labelled
     with pytest.raises(UserError, match=r"--coupling\.mode soft"):
         check_coupling(ConditionalConfig(), classes=False, captions=True)
+
+
+def test_captions_are_doubted_in_their_own_words():
+    said = coupling_note(AssignmentConfig(), classes=False, captions=True)
+    assert "something of the caption" in said
+    assert "--coupling conditional --coupling.mode soft" in said
+    assert coupling_note(AssignmentConfig(), classes=False, captions=False) == ""
 
 
 def test_independent_noise_logs_nothing_and_trains_otherwise(config, tmp_path):

@@ -7,12 +7,12 @@ between rows of different condition cost extra (Cheng & Schwing 2025, "The Curse
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor, cat
 from torch.nn.functional import normalize
 
-from stillhouse.couplings.assignment import Assignment, blocks
+from stillhouse.couplings.assignment import Assignment, blocks, check_choice
 from stillhouse.couplings.pairing import check_rows
 from stillhouse.errors import UserError
 from stillhouse.process import Condition
@@ -26,6 +26,10 @@ class Conditional(Assignment):
 
     mode: Mode = "within-class"
     weight: float = 2.0  # of a full difference in condition, in deviations of the cost
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("mode", self.mode, get_args(Mode))
 
     def condition(self, cond: Condition | None) -> Tensor | None:
         """Labels [B], or embeddings [B, C + 1] of length 1; those of no length agree."""

@@ -32,6 +32,8 @@ class Nearest:
 
     def __post_init__(self) -> None:
         check_choice("metric", self.metric, get_args(Metric))
+        if self.k < 1:
+            raise ValueError(f"k is how many noises there are to choose from, not {self.k}")
 
     @torch.no_grad()
     def __call__(
@@ -74,12 +76,19 @@ def pick(x: Tensor, candidates: Iterable[Tensor], metric: Metric = "cosine") -> 
     With noises = torch.randn(k, *x.shape), noise = noises[pick(x, noises), torch.arange(len(x))].
     """
     check_choice("metric", metric, get_args(Metric))
-    candidates = list(candidates)
-    wrong = [candidate.shape for candidate in candidates if candidate.shape != x.shape]
-    if wrong or not candidates:
-        said = (*wrong[0],) if wrong else "none"
-        raise ValueError(f"candidates are [k, *x.shape], noises {(*x.shape,)} each, not {said}")
-    return closest(x, candidates, metric).number
+    return closest(x, _alike(x, candidates), metric).number
+
+
+def _alike(x: Tensor, candidates: Iterable[Tensor]) -> Iterator[Tensor]:
+    """One at a time; refuses others and none."""
+    count, wanted = 0, f"candidates are [k, *x.shape], noises {(*x.shape,)} each"
+    for candidate in candidates:
+        if candidate.shape != x.shape:
+            raise ValueError(f"{wanted}, not {(*candidate.shape,)}")
+        count += 1
+        yield candidate
+    if not count:
+        raise ValueError(f"{wanted}, not none")
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ def _by_shape(
         if coupling.can_swap(len(rows), coupling.condition(cond)):
             data, pool = (torch.stack([values[row] for row in rows]) for values in (x, noise))
             index[rows], swapped = rows[coupling(data, pool, cond).index], True
-    if not swapped:
+    if x and not swapped:
         warn_of_nothing_to_swap(len(x))
     return index.to(x[0].device) if x else index
 
@@ -79,6 +79,6 @@ def _whole_numbers(labels: Tensor | Sequence[int]) -> Tensor:
         known = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{said}, not {labels!r}") from error
-    if known.is_floating_point():
+    if known.numel() and known.is_floating_point():
         raise ValueError(f"{said}, not {known.dtype}")
     return known

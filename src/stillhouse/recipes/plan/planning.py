@@ -15,7 +15,7 @@ from stillhouse.engine.world import World
 from stillhouse.recipes.latents import build_codec
 from stillhouse.recipes.plan.shadows import Footprint, footprint, measure, shadow
 from stillhouse.recipes.plan.stored import checkpoint, exported
-from stillhouse.recipes.train.coupled import check_coupling
+from stillhouse.recipes.train.coupled import check_coupling, coupling_note
 from stillhouse.recipes.train.measuring import Evaluation
 from stillhouse.recipes.train.training import TrainRun
 from stillhouse.recipes.train.tuning import fitted
@@ -45,6 +45,8 @@ def describe(config: TrainRun, processes: int) -> str:
     ]
     if isinstance(config.evaluation, Evaluation):
         lines += [_evaluations(config, config.evaluation)]
+    leaks = coupling_note(config.coupling, classes=config.labelled, captions=config.captioned)
+    lines += ["", leaks] if leaks else []
     return "\n".join(lines)
 
 

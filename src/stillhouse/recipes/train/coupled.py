@@ -21,13 +21,13 @@ def check_coupling(coupling: CouplingConfig, *, classes: bool, captions: bool) -
         return
     if coupling.mode == "within-class" and captions:
         raise UserError(
-            "--coupling conditional swaps noise within a class, and the data has captions: add "
+            "--coupling conditional swaps noise within a class, and captions are none: add "
             "--coupling.mode soft"
         )
     if not captions:
         raise UserError(
-            "--coupling conditional goes by classes or captions, and the data has neither: choose "
-            "--coupling assignment"
+            "--coupling conditional goes by classes or captions, and the network is told neither: "
+            "choose --coupling assignment"
         )
 
 
@@ -38,5 +38,5 @@ def coupling_note(coupling: CouplingConfig, *, classes: bool, captions: bool) ->
     told, mode = ("class", "") if classes else ("caption", " --coupling.mode soft")
     return (
         f"noise by --coupling {coupling.kind} tells something of the {told}, and in sampling it "
-        f"will not: --coupling conditional{mode} avoids that"
+        f"will not: --coupling conditional{mode} lets it tell less"
     )

@@ -111,7 +111,9 @@ class TrainRun(LongRun):
 
     @property
     def labelled(self) -> bool:
-        return isinstance(self.data, PointsConfig) or bool(self.data.columns.label)
+        if isinstance(self.data, PointsConfig):
+            return self.data.labels and self.data.target().labels is not None
+        return bool(self.data.columns.label)
 
     @property
     def captioned(self) -> bool:
@@ -134,6 +136,7 @@ def train(config: TrainRun, here: World, caught: list[int]) -> int:
     if config.stages:
         raise ValueError("a run in stages is trained by recipes.train.progressive.run_stages")
     config, asked = shifted(fitted(config)), config
+    check_coupling(config.coupling, classes=config.labelled, captions=config.captioned)
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
         loader = build_loader(config, here, positions(store, found))
@@ -195,7 +198,6 @@ def count_classes(config: TrainRun, loader: Loader) -> int:
 
 def build_learner(config: TrainRun, here: World, loader: Loader, *, begun: bool = False) -> Learner:
     """The network as a denoiser, with its objective. One that has begun has weights of its own."""
-    check_coupling(config.coupling, classes=config.labelled, captions=config.captioned)
     classes, codec = count_classes(config, loader), build_codec(config, here.device)
     texts = config.text.build(loader, config.data, here)
     if texts is None and isinstance(config.data, DataConfig) and config.data.columns.text:
