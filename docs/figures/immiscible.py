@@ -212,13 +212,13 @@ def one_shot() -> None:
         for arm in COUPLINGS
         if (RESULTS / f"{data}-{arm}-0.png").exists()
     }
-    size = (2.3 * len(files), 2.75)
+    size = (2.3 * len(files), 2.9)
     figure, axes = plt.subplots(1, len(files), figsize=size, squeeze=False, layout="constrained")
     for axis, ((data, arm), file) in zip(axes[0], files.items(), strict=True):
         axis.imshow(plt.imread(file))
         axis.set_title(f"{NAMES[data]}\n{arm}")
         axis.axis("off")
-    figure.savefig(HERE / "one-shot.png")
+    figure.savefig(HERE / "one-shot.png", bbox_inches="tight")
 
 
 if __name__ == "__main__":

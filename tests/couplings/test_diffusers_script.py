@@ -16,6 +16,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
+from stillhouse.couplings import Assignment
+
 SCRIPT = Path(__file__).with_name("diffusers_script.py")
 GUIDE = Path(__file__).parents[2] / "docs" / "immiscible.md"
 LINES = ["import stillhouse", "noise = noise[stillhouse.couplings.assign(clean_images, noise)]"]
@@ -149,14 +151,22 @@ def test_only_noise_has_moved_and_to_the_nearest_data(runs):
 # ---------------------------------------------------------------- the guide's other lines
 
 
-def test_the_lines_for_classes_and_for_single_images_do_what_they_say():
+def test_the_lines_for_classes_captions_and_single_images_do_what_they_say():
     names: dict = {}
-    by_class, by_draws = fenced("python")
+    by_class, by_caption, by_draws = fenced("python")
     exec(by_class, names)
     labels, latents = names["labels"], names["latents"]
     whose = {bytes_of(row): int(label) for row, label in zip(names["drawn"], labels, strict=True)}
     assert [whose[bytes_of(row)] for row in names["noise"]] == labels.tolist()
     assert not torch.equal(names["noise"], names["drawn"])
+    exec(by_caption, names)
+    embedding, index = names["embedded"].pooled, names["index"]
+    assert sorted(index.tolist()) == list(range(len(latents)))
+    plain = Assignment()(latents, names["drawn"]).index
+    nearness = [
+        torch.cosine_similarity(embedding, embedding[rows]).mean() for rows in (index, plain)
+    ]
+    assert nearness[0] > nearness[1]
     exec(by_draws, names)
     noises = names["noises"]
     cosines = torch.cosine_similarity(latents[None].flatten(2), noises.flatten(2), dim=2)
