@@ -125,13 +125,13 @@ def by_moon(row: dict[str, list[float]], sampler: str) -> str:
 def print_consistency(result: dict[str, Any]) -> None:
     shares = (len(result["images"]) // 4, len(result["images"]) // 2, len(result["images"]))
     seen = " | ".join(f"{result['images'][n - 1]:,}" for n in shares)
-    goals = " | ".join(f"thousand points to {goal}" for goal in result["images_to"])
-    print(f"\n| arm | {seen} | {goals} | to equal quality |")
+    titles = " | ".join(f"thousand points to {goal}" for goal in result["images_to"])
+    print(f"\n| arm | {seen} | {titles} | to equal quality |")
     print("|---|" + "---|" * (4 + len(result["images_to"])))
     for name, curves in result["w2"].items():
         cells = " | ".join(mean_and_spread([curve[n - 1] for curve in curves]) for n in shares)
-        needed = [*(found[name] for found in result["images_to"].values())]
-        passed = " | ".join(map(points_seen, [*needed, result["images_to_equal"][name]]))
+        goals = [*result["images_to"].values(), result["images_to_equal"]]
+        passed = " | ".join(points_seen(seeds[name]) for seeds in goals)
         print(f"| {name} | {cells} | {passed} |")
 
 

@@ -93,10 +93,10 @@ class Assignment:
         check_rows(x)
         check_rows(noise, "noise")
         x = standardised(x) if self.standardise and len(x) else x
-        if len(x) and not self.can_swap(len(x), condition):
+        index, groups = torch.arange(len(x)), self.groups(len(x), condition)
+        if len(x) and not any_swap(groups):
             warn_of_nothing_to_swap(len(x))
-        index = torch.arange(len(x))
-        for rows in self.groups(len(x), condition):
+        for rows in groups:
             if len(rows) > 1:
                 index[rows] = rows[solve(self.costs(x, noise, rows, condition))]
         return index
@@ -104,9 +104,6 @@ class Assignment:
     def groups(self, count: int, condition: Tensor | None) -> list[Tensor]:
         """The rows among which noise may be swapped."""
         return blocks(torch.arange(count), self.block)
-
-    def can_swap(self, count: int, condition: Tensor | None) -> bool:
-        return any(len(rows) > 1 for rows in self.groups(count, condition))
 
     def costs(self, x: Tensor, noise: Tensor, rows: Tensor, condition: Tensor | None) -> Tensor:
         """[n, n] between the data and the noise of these rows, up to numbers per row or column."""
@@ -116,6 +113,10 @@ class Assignment:
             return torch.cdist(x, noise, p=1)
         with torch.autocast(x.device.type, enabled=False):  # which would multiply in bfloat16
             return (x @ noise.T).neg_()
+
+
+def any_swap(groups: list[Tensor]) -> bool:
+    return any(len(rows) > 1 for rows in groups)
 
 
 def warn_of_nothing_to_swap(count: int) -> None:

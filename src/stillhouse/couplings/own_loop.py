@@ -10,6 +10,7 @@ from stillhouse.couplings.assignment import (
     BLOCK,
     Assignment,
     Cost,
+    any_swap,
     check_shapes,
     warn_of_nothing_to_swap,
 )
@@ -65,7 +66,7 @@ def _by_shape(
         for row in rows:
             check_shapes(x[row][None], noise[row][None])
         cond = Condition(label=None if labels is None else labels.cpu()[rows])
-        if coupling.can_swap(len(rows), coupling.condition(cond)):
+        if any_swap(coupling.groups(len(rows), coupling.condition(cond))):
             data, pool = (torch.stack([values[row] for row in rows]) for values in (x, noise))
             index[rows], swapped = rows[coupling(data, pool, cond).index], True
     if x and not swapped:

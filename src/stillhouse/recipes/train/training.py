@@ -302,7 +302,5 @@ def notes(config: TrainRun, loader: Loader, learner: Learner, found: Found | Non
     """What a user should know before anything is trained."""
     said = "" if learner.texts is None else learner.texts.note
     skipped = [] if found is None else found.skipped
-    leaks = coupling_note(
-        config.coupling, classes=bool(learner.classes), captions=learner.texts is not None
-    )
+    leaks = coupling_note(config.coupling, classes=config.labelled, captions=config.captioned)
     return [*skipped, loader.note, said, config.process.note, leaks]
