@@ -17,6 +17,7 @@ again, and a run that was broken off goes on where it was. `--plan` prints the c
 | `half` | progressive distillation from 16 steps: 8, 4, 2 and 1 |
 | `consistency` | consistency distillation, 1 to 5 evaluations |
 | `one` | the second stage: one evaluation from `sfdv` |
+| `halfown`, `consistencyown` | the two peers at the learning rates of their own papers |
 
 All students of a model have the same budget of network evaluations, a backward pass counted as two:
 less than a twentieth of what the teacher's training cost. `more` has more, and `one` is charged
@@ -83,7 +84,7 @@ MODELS = {
         batch=8,
     ),
 }
-LEARNING = "--optim.lr 3e-5 --optim.schedule cosine"  # of four rates: docs/results/sfd.md
+RATE = "3e-5"  # of four: docs/results/sfd.md
 HALVES = (8, 4, 2, 1)  # steps of the stages
 SOLVERS = "euler dpmpp-3m gits"
 
@@ -99,6 +100,7 @@ class Arm:
     later: float = 0  # of students that teach, which are guided no more
     again: bool = True  # whether walks are kept and learnt from again
     times: int = 1  # the budget
+    rate: str = RATE  # of learning, which falls to 0 by a cosine
 
     def images(self, model: "Model") -> int:
         """As many as the budget pays for, in whole batches."""
@@ -139,6 +141,8 @@ ARMS = {
     "consistency": Arm("--method consistency", "1..5", walk=36, lesson=4),
     "one": Arm("--method sfd --method.refinement 3", "1", lesson=3, later=5, again=False),
 }
+ARMS["halfown"] = replace(ARMS["half"], rate="1e-4")  # Salimans & Ho 2022, CIFAR-10
+ARMS["consistencyown"] = replace(ARMS["consistency"], rate="4e-4")  # Song et al. 2023, CIFAR-10
 PLAN = [
     f"{model}-{arm}-{seed}"
     for seed in range(SEEDS)
@@ -200,7 +204,7 @@ def distilling(name: str, work: Path, teacher: str) -> tuple[Path, list[str]]:
     flags = made.flags if arm != "one" else made.flags.split(" --guidance")[0]
     untaught = arm == "before"
     count, walks = (made.batch, 0) if untaught else (how.images(made), how.walks(made))
-    learning = "--optim.lr 1e-9" if untaught else LEARNING
+    learning = "--optim.lr 1e-9" if untaught else f"--optim.lr {how.rate} --optim.schedule cosine"
     words = f"distill {teacher} {how.flags} --evaluations {how.evaluations} {flags} {learning}"
     words += f" --method.walks {walks}" if walks else ""
     words += f" --images {count} --batch {made.batch} --preview.every {count} --seed {seed}"
@@ -216,7 +220,7 @@ def students(name: str, work: Path) -> dict[Path, list[int]]:
     """The folders of a run's students, each with the evaluations it is judged at."""
     _, arm, _ = taken_apart(name)
     run = work / name
-    if arm == "half":
+    if arm.startswith("half"):
         return {run / f"{n}-steps": [n] for n in HALVES if n <= 5}
     first, _, last = ARMS[arm].evaluations.partition("..")
     return {run: list(range(int(first), int(last or first) + 1))}

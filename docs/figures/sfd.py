@@ -28,6 +28,8 @@ WAYS = {
     "more": ("SFD-v, four times the budget", ORANGE, ":"),
     "half": ("progressive", INK, ":"),
     "consistency": ("consistency", INK, "--"),
+    "halfown": ("progressive, its paper's rate", INK, "-."),
+    "consistencyown": ("consistency, its paper's rate", INK, "-"),
     "one": ("second stage, after SFD-v", ORANGE, "--"),
     "k1": ("SFD with K = 1", BLUE, ":"),
 }
