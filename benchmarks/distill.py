@@ -59,6 +59,7 @@ class Model:
     calls: int  # of its network in one evaluation
     budget: int  # network evaluations
     batch: int
+    lowered: bool = False  # the order of the long walks' last steps, which are what a student nears
 
 
 MODELS = {
@@ -82,6 +83,7 @@ MODELS = {
         calls=1,
         budget=25_000,
         batch=8,
+        lowered=True,
     ),
 }
 RATE = "3e-5"  # of four: docs/results/sfd.md
@@ -188,11 +190,12 @@ def judging_teacher(model: str, reference: str, run: Path) -> Iterator[tuple[Pat
     """Its guidance is that of its students' lessons; GITS is ipndm on a searched grid."""
     guided = " ".join(shlex.split(MODELS[model].flags)[2:]) if model == "emoji" else ""
     common = f"evaluate {reference} {judge(model, run.parent)} {guided}"
-    few, searched = "--steps 1 2 3 4 5", "--grid searched --grid.fine 41 --grid.samples 16"
+    few, searched = "--steps 1 2 3 4 5", "--grid searched --grid.fine 61 --grid.samples 64"
+    lowered = str(MODELS[model].lowered).lower()
     for name, flags in {
         "few": f"--solvers euler dpmpp-3m {few}",
         "gits": f"--solvers ipndm {few} {searched} --lower-order-final false",
-        "long": "--solvers dpmpp-3m --steps 50 --lower-order-final false",
+        "long": f"--solvers dpmpp-3m --steps 50 --lower-order-final {lowered}",
     }.items():
         out = run / name
         yield out / "evaluation.json", shlex.split(f"{common} {flags} --out {out}")
@@ -211,6 +214,8 @@ def distilling(name: str, work: Path, teacher: str) -> tuple[Path, list[str]]:
     # The teacher's own walks are the same beside every student.
     solvers = SOLVERS if untaught else ""
     words += f" --comparison.count 128 --comparison.solvers {solvers}"
+    words += f" --comparison.walk.lower-order-final {str(made.lowered).lower()}"
+    words += " --comparison.fine 61 --comparison.searched 64" if untaught else ""
     words += f" --comparison.against {ROOT / 'reference' / model}" if arm == "one" else ""
     words += f" --out {work / name}"
     return list(students(name, work))[-1] / "comparison.json", shlex.split(words)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillhouse.distill.emd import METHODS, Method, emd
+from stillhouse.distill.emd import METHODS, Method, emd, f_distill
 from stillhouse.distill.langevin import Langevin
 from stillhouse.distill.matching import SCORE, Matching, generated
 from stillhouse.distill.sfd import NAME
@@ -53,7 +53,7 @@ LEVELS = LogUniform(0.05, 5.0)
 RATE, SCORE_RATE = 2e-4, 1e-3
 STEPS = (1, 2, 4, 8, 16)  # of Langevin
 HOWS = ("iterations", "evaluations")  # what all arms have as many of
-CHAIN = {"noise_step": 0.16, "latent_step": 1e-3}
+CHAIN = {"noise_step": 0.16, "latent_step": 1e-3, "stretch": 3.0}
 
 
 def rare() -> GaussianMixture:
@@ -66,7 +66,8 @@ TARGETS = {"ring": toys.ring, "checkerboard": toys.checkerboard, "rare": rare}
 LATTICE = 25  # Gaussians in a square of the checkerboard
 ARMS: dict[str, Method] = {
     **{f"emd-{k}": partial(emd, chain=Langevin(k, **CHAIN)) for k in STEPS},  # type: ignore[arg-type]
-    **{name: method for name, method in METHODS.items() if name != "emd"},
+    **{name: method for name, method in METHODS.items() if name not in ("emd", "f-distill")},
+    "f-distill": partial(f_distill, highest=LEVELS.sigma_max),
 }
 
 
@@ -166,7 +167,7 @@ def distilled(
     """Points of the averaged generator."""
     task = task_of(target, network, method, seed)
     config = LoopConfig(images=iterations * BATCH, batch=BATCH, seed=seed, log_every=10**9)
-    average = HalfLife(images=50 * BATCH)
+    average = HalfLife(images=50 * BATCH, ramp=0)
 
     def settings(rate: float, *averages: HalfLife) -> NetworkConfig:
         optimiser = AdamW(lr=rate, betas=(0.0, 0.99))

@@ -9,14 +9,16 @@ and a run that was broken off goes on where it was. `--plan` prints the commands
 | arm | what |
 |---|---|
 | `teacher` | the teacher with 50 steps |
-| `second` | SFD-v's student taught to take one step (benchmarks/distill.py has the same) |
+| `sfdv` | SFD-v's student with 2 to 5 steps (benchmarks/distill.py has the same) |
+| `second` | the same, taught to take one step (benchmarks/distill.py has the same) |
 | `instruct` | Diff-Instruct |
 | `emd4`, `emd8`, `emd16` | EM distillation with so many Langevin steps |
 | `full8` | EMD-8 whose generator learns the noise of the chain too, which EMD cancels |
 
-The generators have the same budget of network evaluations, a backward pass counted as two; the
-second stage has its own, a fifth of it, on top of its teacher's. Measured on samples: Fréchet and
-kernel distance, precision and recall, density and coverage.
+The generators are judged twice: after the same number of updates, and after the same number of
+network evaluations, a backward pass counted as two. The second stage has its own, a fifth of them,
+on top of its teacher's. Measured on samples: Fréchet and kernel distance, precision and recall,
+density and coverage; `sfdv` is SFD-v's student with 2 to 5 evaluations, to compare with.
 """
 
 import json
@@ -30,62 +32,85 @@ from experiments import read_lines, work_through
 
 RESULTS = Path(__file__).parent / "results" / "one_step"
 SEEDS, SAMPLES = 2, 1000
-BUDGET, BATCH = 160_000, 16
-LEARNING = "--optim.lr 1e-4 --method.start 5"
-AVERAGE = """--averages '[{"kind": "half-life", "images": 400}]'"""
+BUDGET, UPDATES, BATCH = 160_000, 256, 16
+# Levels from where images are all but clean to where their classes are no longer told apart.
+LEARNING = "--optim.lr 1e-4 --method.start 5 --method.low 0.1 --method.high 20"
+AVERAGE = """--averages '[{"kind": "half-life", "images": 400, "ramp": 0}]'"""
 # Each with its cost of one image, in network evaluations (docs/distill.md).
 GENERATORS = {
     "instruct": ("--method diff-instruct", 9),
     **{f"emd{k}": (f"--method emd --langevin {k}", 4 * k + 7) for k in (4, 8, 16)},
     "full8": ("--method emd --langevin 8 --method.bookkeeping full", 4 * 8 + 7),
 }
-PLAN = [f"{arm}-{seed}" for seed in range(SEEDS) for arm in ("second", *GENERATORS)]
+PLAN = [f"{arm}-{seed}" for seed in range(SEEDS) for arm in ("sfdv", "second", *GENERATORS)]
+Commands = Iterator[tuple[Path, list[str]]]
 
 
 def main() -> None:
     work_through(__doc__, ["teacher-0", *PLAN], commands, summary, RESULTS, drawn)
 
 
-def commands(name: str, work: Path) -> Iterator[tuple[Path, list[str]]]:
+def commands(name: str, work: Path) -> Commands:
     """The generator, and its samples judged."""
     arm, seed = name.split("-")
-    reference, run = distill.ROOT / "reference/fashion", work / name
-    if arm == "teacher":
-        model, steps = reference, "--solvers dpmpp-3m --steps 50"
-    elif arm == "second":
-        model, steps = work / f"fashion-one-{seed}/model", "--steps 1"
-        yield from distill.commands(f"fashion-one-{seed}", work)
+    run = work / name
+    if arm in GENERATORS:
+        yield from generating(arm, seed, run)
+    elif arm == "teacher":
+        long = "--solvers dpmpp-3m --steps 50 --lower-order-final false"
+        yield judging(distill.ROOT / "reference/fashion", run / "judged", long)
     else:
-        model, steps = run / "model", "--steps 1"
-        yield generating(arm, seed, str(reference), run)
+        made = f"fashion-{'one' if arm == 'second' else arm}-{seed}"
+        yield next(distill.commands(f"fashion-sfdv-{seed}", work))
+        if arm == "second":
+            yield from list(distill.commands(made, work))[1:2]
+        steps = "--steps 1" if arm == "second" else "--steps 2 3 4 5"
+        yield judging(work / made / "model", run / "judged", steps)
+
+
+def generating(arm: str, seed: str, run: Path) -> Commands:
+    """In legs, each judged: the state of a run after some updates is that of a shorter run."""
+    method, _ = GENERATORS[arm]
+    words = f"distill {distill.ROOT / 'reference/fashion'} {method} "
+    words += f"{distill.MODELS['fashion'].flags} {LEARNING} {AVERAGE}"
+    words += f" --batch {BATCH} --log-every {10 * BATCH} --checkpoint-every 1600 --seed {seed}"
+    words += f" --preview.every 2048 --comparison.count 128 --out {run}"
+    for images in sorted(set(legs(arm).values())):
+        out = run / f"judged-{images}"
+        yield out / "evaluation.json", shlex.split(f"{words} --images {images}")
+        yield judging(run / "model", out, "--steps 1")
+
+
+def legs(arm: str) -> dict[str, int]:
+    """Images after which a generator is judged."""
+    _, each = GENERATORS[arm]
+    return {"updates": UPDATES * BATCH, "evaluations": BUDGET // each // BATCH * BATCH}
+
+
+def judging(model: Path, out: Path, steps: str) -> tuple[Path, list[str]]:
     flags = f"{distill.MODELS['fashion'].judge} --metrics fid,kid,prdc --count {SAMPLES} {steps}"
-    words = shlex.split(f"evaluate {model} {flags} --out {run}/judged")
-    yield run / "judged/evaluation.json", words
-
-
-def generating(arm: str, seed: str, teacher: str, run: Path) -> tuple[Path, list[str]]:
-    method, each = GENERATORS[arm]
-    count = BUDGET // each // BATCH * BATCH
-    words = f"distill {teacher} {method} {distill.MODELS['fashion'].flags} {LEARNING} {AVERAGE}"
-    words += f" --images {count} --batch {BATCH} --log-every {10 * BATCH} --checkpoint-every 1600"
-    words += f" --preview.every {count // 4 // BATCH * BATCH} --comparison.count 128 --seed {seed}"
-    return run / "comparison.json", shlex.split(f"{words} --out {run}")
+    return out / "evaluation.json", shlex.split(f"evaluate {model} {flags} --out {out}")
 
 
 def summary(name: str, run: Path) -> dict[str, Any]:
     arm, seed = name.split("-")
-    judged = distill.judged(run / "judged")
-    record: dict[str, Any] = {"arm": arm, "seed": int(seed), "judged": judged}
-    compared = run / "comparison.json"
-    if compared.exists():
-        found = json.loads(compared.read_text())
-        record |= {key: found[key] for key in ("energy", "spread", "images", "evaluations")}
-        record["watched"] = [
-            {k: v for k, v in line.items() if k == "images" or k.startswith("watch/")}
-            for line in read_lines(run)
-            if any(k.startswith("watch/") for k in line)
-        ]
-    return record
+    record: dict[str, Any] = {"arm": arm, "seed": int(seed)}
+    if arm not in GENERATORS:
+        return record | {"judged": distill.judged(run / "judged")}
+    found = json.loads((run / "comparison.json").read_text())
+    watched = [
+        {k: v for k, v in line.items() if k == "images" or k.startswith("watch/")}
+        for line in read_lines(run)
+        if any(k.startswith("watch/") for k in line)
+    ]
+    return record | {
+        "legs": {
+            equal: {"images": images, **distill.judged(run / f"judged-{images}")[0]}
+            for equal, images in legs(arm).items()
+        },
+        **{key: found[key] for key in ("energy", "spread", "images", "evaluations")},
+        "watched": watched,
+    }
 
 
 def drawn(run: Path) -> Path:

@@ -29,6 +29,13 @@ def consistency(benchmarks):
 
 
 @pytest.fixture(scope="module")
+def generators(benchmarks):
+    import generators
+
+    return generators
+
+
+@pytest.fixture(scope="module")
 def benchmarks():
     """As a benchmark that is run finds its neighbours."""
     sys.path.insert(0, str(FOLDER))
@@ -141,3 +148,45 @@ def test_arms_differ_in_their_noise_alone(consistency, name):
     assert torch.equal(one.key, other.key)
     apart = [float((batch.data - batch.noise).norm(dim=1).mean()) for batch in (one, other)]
     assert apart[1] < apart[0] - 0.2 or name == "independent"
+
+
+# ---------------------------------------------------------------- generators
+
+
+@pytest.mark.parametrize("name", ["ring", "checkerboard", "rare"])
+def test_real_points_keep_every_mode(generators, name):
+    target = generators.TARGETS[name]()
+    points = target.sample(generators.POINTS, torch.Generator().manual_seed(3))
+    found = generators.scores(target, points, seed=0)
+    assert found["modes"] == 1
+    assert found["density"] < 0.3
+    assert found["recall"] > 0.9
+    assert found["precision"] > 0.9
+
+
+def test_a_lost_mode_is_seen(generators):
+    """Of two modes the one with 2% of the mass: the other scores do not see it."""
+    target = generators.rare()
+    points = target.sample(2 * generators.POINTS, torch.Generator().manual_seed(3)).double()
+    away = torch.cdist(points, target.means.double()) / target.stds.double()
+    kept = points[away.argmin(1) == 0][: generators.POINTS]
+    found = generators.scores(target, kept, seed=0)
+    assert found["modes"] == 0.5
+    assert found["precision"] > 0.9
+    assert found["recall"] > 0.9
+
+
+def test_squares_of_the_checkerboard_are_its_modes(generators):
+    target = generators.TARGETS["checkerboard"]()
+    points = target.sample(4000, torch.Generator().manual_seed(0))
+    masses = generators.mode_masses(target, points)
+    assert len(masses) == len(target.means) // generators.LATTICE
+    assert masses.tolist() == pytest.approx([1 / len(masses)] * len(masses), abs=0.03)
+    left = points[points[:, 0] < 0]
+    assert 0.3 < generators.scores(target, left, seed=0)["modes"] < 0.7
+
+
+def test_points_in_one_place_have_no_density_in_common_with_those_elsewhere(generators):
+    first, second = (generators.histogram(torch.full((50, 2), at)) for at in (-9.0, 9.0))
+    assert 0.5 * float((first - second).abs().sum()) == 1
+    assert float(first.sum()) == 1

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
         ("conditioning", {"control_overhead"}),
         ("sfd", {"overhead"}),
         ("emd", {"overhead"}),
+        ("generators", {"ring", "checkerboard", "rare"}),
         ("features", {"early_stop_error", "hook_overhead", "memory_ratio"}),
     ],
 )

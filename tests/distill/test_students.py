@@ -6,6 +6,7 @@ that is the teacher plus a perceptron of zero at first.
 
 import copy
 from functools import cache
+from itertools import islice
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from stillhouse.distill.grids import Polynomial
 from stillhouse.distill.sfd import SFD
 from stillhouse.distill.trajectories import (
+    Kept,
     Start,
     Starts,
     Teacher,
@@ -152,18 +154,30 @@ def test_the_student_is_told_the_number_of_timestamps_it_walks_with_what_it_draw
     assert len(set(counts)) > 1
 
 
-def test_every_process_draws_the_same_numbers_of_timestamps():
-    def drawn(rank: int, seed: int) -> list[int]:
-        world = World(rank, 2, torch.device("cpu"))
-        teacher = Teacher(DATA, GRIDS)
-        task = SFD(Residual(DATA), teacher, GRIDS, (4, 5, 6, 7), world, seed=seed)
-        torch.manual_seed(rank)
-        return [task.timestamps_at(images) for images in range(0, 4000, 10)]
+def numbers_of(rank: int, seed: int, kept: Kept | None = None) -> list[int]:
+    """Of timestamps, for this process's shares of 400 batches of 10."""
+    world = World(rank, 2, torch.device("cpu"))
+    teacher, counts = Teacher(DATA, GRIDS), (4, 5, 6, 7)
+    task = SFD(Residual(DATA), teacher, GRIDS, counts, world, seed=seed, kept=kept)
+    torch.manual_seed(rank)
+    feed = Starts((2,), seed=0, distinct=60 if kept else 0).feed(0, 10, world)
+    return [task._timestamps_of(item.batch) for item in islice(feed, 400)]
 
-    assert drawn(0, 0) == drawn(1, 0)
-    assert drawn(0, 0) != drawn(0, 1)
-    shares = [drawn(0, 0).count(count) / 400 for count in (4, 5, 6, 7)]
+
+def test_every_process_draws_the_same_numbers_of_timestamps():
+    """Each for its own rows, by the first of the whole batch."""
+    first = numbers_of(0, 0)
+    assert numbers_of(1, 0) == first
+    assert numbers_of(0, 1) != first
+    shares = [first.count(count) / 400 for count in (4, 5, 6, 7)]
     assert shares == pytest.approx([0.25] * 4, abs=0.07)
+
+
+def test_every_process_deals_the_same_numbers_to_walks_that_come_again(tmp_path):
+    """In turn, and always the same to the same walks: six batches of them here."""
+    first = numbers_of(0, 0, Kept(tmp_path))
+    assert numbers_of(1, 0, Kept(tmp_path)) == first
+    assert first == [(4, 5, 6, 7, 4, 5)[batch % 6] for batch in range(400)]
 
 
 @pytest.mark.slow

@@ -196,11 +196,21 @@ def test_what_was_measured_is_told_with_its_name():
     assert "count" not in seen(live)
 
 
-def test_what_a_task_says_to_watch_is_shown():
+def test_what_a_task_says_to_watch_takes_the_place_of_losses():
+    """Of generators, whose losses say nothing: the last of each number, and how it went."""
+    line = {"student/loss": 2.0, "student/gradient_norm": 0.25, "timestamps4/step1": 3.0}
     live, _ = terminal(tty=True)
-    live.log(500, {"watch/spread": 0.51234, "student/loss": 2.0, "timestamps4/step1": 3.0})
-    assert re.search(r"spread +0\.5123 at 500 images", seen(live))
-    assert "step1" not in seen(live)
+    for at, spread in ((400, 0.1), (500, 0.51234)):
+        live.log(at, line | {"watch/spread": spread, "watch/gap": 0.75})
+    shown = seen(live)
+    assert re.search(r"spread +0\.5123 +▁█", shown)
+    assert re.search(r"gap +0\.75 +▁▁", shown)
+    assert re.search(r"student +0\.25", shown)
+    assert "loss" not in shown
+    assert "step1" not in shown
+    plain, _ = terminal(tty=False)
+    plain.log(500, line | {"watch/spread": 0.51234})
+    assert written(plain).endswith("student gradient norm 0.25  spread 0.5123\n")
 
 
 def test_forced_colours_do_not_make_a_file_a_terminal(monkeypatch, capsys):

@@ -33,6 +33,7 @@ from stillhouse.pipelines.exportable import (
     DDIM,
     EULER,
     FIRST_ORDER,
+    ending_at,
     exportable_scheduler,
     plain_pipeline,
     save_exportable,
@@ -159,6 +160,13 @@ class Case:
     call: dict[str, Any] = field(default_factory=dict)
     labels: tuple[int, ...] | None = None
     latents: bool = True  # whether the pipeline takes them; else a generator
+    level: float | None = None  # at which a one-step generator begins
+
+    @property
+    def walk(self) -> FewSteps:
+        if self.level is None:
+            return exportable(*self.steps)
+        return FewSteps((1,), "emd", grid="single", afs=False, sigma_max=self.level)
 
 
 def whole(family: str, scheduler: dict[str, Any] | None = None, **network: Any):
@@ -267,6 +275,31 @@ CASES = {
         call={"batch_size": 2, **CLASSES},
         labels=(3, 1),
     ),
+    "sd15 in one step": Case(
+        whole("sd15"),
+        "StableDiffusionPipeline",
+        "EulerDiscreteScheduler",
+        (1,),
+        ASKED,
+        level=1.6,
+    ),
+    "sdxl of v in one step": Case(
+        whole("sdxl", VELOCITY),
+        "StableDiffusionXLPipeline",
+        "EulerDiscreteScheduler",
+        (1,),
+        ASKED,
+        level=5.0,
+    ),
+    "pixels of classes in one step": Case(
+        bare(DISCRETE, num_class_embeds=5),
+        "ConsistencyModelPipeline",
+        "EulerDiscreteScheduler",
+        (1,),
+        {"batch_size": 2, **CLASSES},
+        (3, 1),
+        level=2.5,
+    ),
     "dit": Case(
         dit,
         "DiTPipeline",
@@ -307,7 +340,11 @@ class Student:
 
     def start(self) -> Tensor:
         scaling = self.ours.denoiser.scaling
-        return Native(scaling).start(self.noise, float(scaling.native_grid(1)[0]))
+        first = float(scaling.native_grid(1)[0])
+        if self.case.level is not None:
+            assert first == pytest.approx(self.case.level, rel=0.01)
+            return first * self.noise
+        return Native(scaling).start(self.noise, first)
 
     def drawn(self, n: int) -> Tensor:
         """Our walk, before any decoding."""
@@ -346,8 +383,9 @@ def unit_noise(network: Any) -> Tensor:
 def exported(case: Case, root: Path) -> Student:
     case.teacher(root / "teacher")
     network: Any = load_denoiser(root / "teacher").network
-    weights, walk = perturbed(network), exportable(*case.steps)
-    save_exportable(root / "student", root / "teacher", network, weights, walk, facts={"run": 1})
+    weights = perturbed(network)
+    where = (root / "student", root / "teacher")
+    save_exportable(*where, network, weights, case.walk, facts={"run": 1})
     ours = FewStepPipeline.from_pretrained(root / "student")
     return Student(case, ours, weights, unit_noise(network), root)
 
@@ -411,7 +449,7 @@ def test_an_exported_folder_is_whole_and_ours_too(students, name):
         case.pipeline,
         ["diffusers", case.scheduler],
     )
-    assert read_walk(root / "student") == exportable(*case.steps)
+    assert read_walk(root / "student") == case.walk
     denoiser = load_denoiser(root / "student")
     found = denoiser.network.state_dict()
     assert found.keys() == weights.keys()
@@ -481,6 +519,12 @@ def test_pipelines_begin_with_their_schedulers_noise():
     assert float(scaling.start(one, sigma)) == pytest.approx((1 + sigma**2) ** 0.5)
     assert edm.init_noise_sigma == pytest.approx((1 + 60.0**2) ** 0.5)
     assert float(read_schedule(EDM_SCHEDULER).scaling.start(one, 60.0)) == 60.0
+    early = exportable_scheduler(ending_at(TEACHERS["pndm"], 1.6))  # of a one-step generator
+    shorter: Any = diffusers.EulerDiscreteScheduler.from_config(early)
+    shorter.set_timesteps(1)
+    level = read_schedule(early).scaling.sigma_max
+    assert level == pytest.approx(1.6, rel=0.01)
+    assert float(shorter.init_noise_sigma) == pytest.approx(level, rel=1e-6)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -3,25 +3,51 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import diffusers
 import pytest
 import torch
 from metrics.test_perceptual import with_package
 from PIL import Image
+from pipelines.plain_diffusers import watch
 from recipes.together import distil_by_two
 from safetensors.torch import load_file
-from small_models import save_scheduler, small_unet, unit_noise
+from small_models import (
+    build_network,
+    network_config,
+    relative_error,
+    save_scheduler,
+    small_autoencoder,
+    small_unet,
+    unit_noise,
+)
 
 from stillhouse.cli import main
-from stillhouse.distill.grids import Polynomial
+from stillhouse.distill.grids import Native, Polynomial
+from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.sharding import Spread
+from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.pipelines import load_denoiser
 from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
-from stillhouse.process import Condition, KeyedNoise, starting_noise
+from stillhouse.process import EDM as EdmProcess
+from stillhouse.process import VP as VpProcess
+from stillhouse.process import (
+    Condition,
+    Flow,
+    KeyedNoise,
+    NetworkDenoiser,
+    Scaling,
+    alphas_cumprod,
+    betas,
+    starting_noise,
+)
 from stillhouse.recipes.distill.comparing import Comparison
 from stillhouse.recipes.distill.distilling import (
     DistillRun,
@@ -29,15 +55,22 @@ from stillhouse.recipes.distill.distilling import (
     read_evaluations,
     run,
 )
-from stillhouse.recipes.distill.methods import ConsistencyConfig, ProgressiveConfig, Sfd, SfdV
+from stillhouse.recipes.distill.lessons import Lesson
+from stillhouse.recipes.distill.methods import (
+    ConsistencyConfig,
+    ProgressiveConfig,
+    Sfd,
+    SfdV,
+    check_second_stage,
+)
 from stillhouse.recipes.distill.students import hearing_steps
 from stillhouse.recipes.distill.told import find_prompts
 from stillhouse.recipes.distill.watching import StudentPreview
-from stillhouse.recipes.parts import ClassifierFree, Euler, Heun, PolynomialGrid
+from stillhouse.recipes.parts import ClassifierFree, Euler, Heun, PolynomialGrid, solver
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.train.folders import check_origins
-from stillhouse.solvers import sample_euler, sample_renoise
+from stillhouse.solvers import STOCHASTIC, sample_euler, sample_renoise
 
 EDM = {"_class_name": "EDMEulerScheduler", "sigma_data": 0.5}
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
@@ -122,6 +155,8 @@ def test_a_comparison_tells_distances_and_cost(teacher, tmp_path):
     assert f"| **student** | {found['distance']['student']['3']:.4f} |" in card
     assert f"| teacher, GITS | {found['distance']['gits']['3']:.4f} |" in card
     assert "17 network evaluations per image" in card
+    assert "not how good its images are: `stillhouse evaluate THIS_FOLDER" in card
+    assert "is guided" not in card
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", card):
         assert (tmp_path / "run/model" / picture).is_file()
 
@@ -212,6 +247,23 @@ def test_a_share_that_hears_nothing_needs_a_nothing(tmp_path):
         run(distilling(teacher, tmp_path / "run", drop=0.5))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"drop": 0.5}, "leave --drop out"),
+        ({"method": Sfd(refinement=2, walks=7)}, "no multiple of the batch"),
+    ],
+    ids=["drop", "walks"],
+)
+def test_a_refused_command_leaves_its_folder_to_the_right_one(changes, said, tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
+    right = distilling(teacher, tmp_path / "run", images=4)
+    with pytest.raises(UserError, match=said):
+        run(right.model_copy(update=changes))
+    run(right)
+    assert losses(right.out)
+
+
 def test_other_prompts_of_the_same_name_are_another_run(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("red\nblue\n")
@@ -247,20 +299,37 @@ def test_a_student_is_its_teacher_until_it_has_learnt(teacher):
 # ---------------------------------------------------------------- every kind of teacher
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "network"),
-    [
-        (EDM, {}),
-        (VP, {}),
-        (FLOW, {}),
-        (EDM, {"num_class_embeds": 8}),
-        (FLOW, {"num_class_embeds": 8}),
-    ],
-    ids=["edm", "vp", "flow", "edm-classes", "flow-classes"],
-)
+def latents(folder: Path) -> Path:
+    """A bare U-Net of latents, with its autoencoder beside it."""
+    bare(folder, EDM, in_channels=4, out_channels=4)
+    small_autoencoder(4).save_pretrained(folder / "vae")
+    return folder
+
+
+def transformer(folder: Path) -> Path:
+    """A DiT of classes, likewise."""
+    build_network(network_config("dit-xl-2", reduced=True)).save_pretrained(folder)
+    save_scheduler(folder, VP)
+    small_autoencoder(4).save_pretrained(folder / "vae")
+    return folder
+
+
+TEACHERS: dict[str, Callable[[Path], Path]] = {
+    "edm": lambda folder: bare(folder, EDM),
+    "vp": lambda folder: bare(folder, VP),
+    "flow": lambda folder: bare(folder, FLOW),
+    "edm-classes": lambda folder: bare(folder, EDM, **CLASSES),
+    "vp-classes": lambda folder: bare(folder, VP, **CLASSES),
+    "flow-classes": lambda folder: bare(folder, FLOW, **CLASSES),
+    "latents": latents,
+    "dit": transformer,
+}
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
 @pytest.mark.parametrize("method", [Sfd(refinement=2), SfdV(refinement=2)], ids=["sfd", "sfd-v"])
-def test_any_process_can_be_distilled(scheduler, network, method, tmp_path):
-    teacher = bare(tmp_path / "teacher", scheduler, **network)
+def test_any_process_can_be_distilled(kind, method, tmp_path):
+    teacher = TEACHERS[kind](tmp_path / "teacher")
     before = load_file(teacher / WEIGHTS)
     config = distilling(teacher, tmp_path / "run", method=method, evaluations="1..2")
     run(config)
@@ -271,6 +340,35 @@ def test_any_process_can_be_distilled(scheduler, network, method, tmp_path):
         out = tmp_path / f"drawn{steps}"
         sample(SampleRun(model=str(tmp_path / "run/model"), count=2, steps=steps, out=out))
         assert json.loads((out / "record.json").read_text())["evaluations_per_sample"] == steps
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "pipeline"),
+    [(EDM, "ConsistencyModelPipeline"), (VP, "DDIMPipeline")],
+    ids=["edm", "vp"],
+)
+def test_plain_diffusers_takes_the_walk_of_an_exportable_student(scheduler, pipeline, tmp_path):
+    """Measured: 3e-5 of EDM, 2e-7 of VP, of the largest value; 0.2 before the lesson."""
+    teacher, model = bare(tmp_path / "teacher", scheduler), tmp_path / "run/model"
+    run(distilling(teacher, tmp_path / "run", exportable=True))
+    ours = load_denoiser(model)
+    grid, noise = ours.scaling.native_grid(2), unit_noise((2, 3, 8, 8), seed=5)
+    first = Native(ours.scaling).start(noise, float(grid[0]))
+    wanted = sample_euler(ours, first, grid)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(model)
+    assert type(pipe).__name__ == pipeline
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler.set_timesteps(2)
+    if scheduler is VP:  # a pipeline that draws its noise itself
+        told = {"generator": torch.Generator().manual_seed(5)}
+    else:
+        told = {"latents": first / pipe.scheduler.init_noise_sigma}
+    reached = watch(pipe.scheduler)
+    pipe(batch_size=2, num_inference_steps=2, output_type="np", **told)
+    untaught = NetworkDenoiser(load_denoiser(teacher).network, ours.scaling, ours.prediction)
+    assert relative_error(reached[-1], wanted) < 1e-4
+    before = sample_euler(untaught.eval(), first, grid)
+    assert relative_error(before, wanted) > 1e-2  # it has learnt something
 
 
 def test_a_student_is_not_clipped_where_its_teacher_is(tmp_path):
@@ -404,6 +502,40 @@ def test_a_second_stage_that_does_not_fit_its_teacher_is_refused(
         run(again)
 
 
+def second_stage(process: Scaling, earlier: FewSteps, walk: FewSteps) -> Lesson:
+    """What a check of the two walks looks at."""
+    student: Any = SimpleNamespace(scaling=process)
+    here = World(0, 1, torch.device("cpu"))
+    return Lesson(student, student, process, walk, earlier, here, 0, Path())
+
+
+@pytest.mark.parametrize(
+    "process",
+    [VpProcess(alphas_cumprod(betas("scaled_linear"))), Flow(3.0), EdmProcess()],
+    ids=["vp", "flow", "edm"],
+)
+def test_a_second_stage_walks_its_teacher_at_the_levels_that_it_learnt(process):
+    """Polynomial grids contain each other, native ones do not."""
+    ends = {"sigma_min": 0.03, "sigma_max": 14.0}
+    five, one = (FewSteps((n,), **ends) for n in (5, 1))
+    check_second_stage(second_stage(process, five, one), five, 3)
+    native = {"grid": "native", "afs": False}
+    four, two = (FewSteps((n,), **native) for n in (4, 2))
+    check_second_stage(second_stage(process, four, four), four, 1)
+    with pytest.raises(UserError, match="levels of 2: distil both stages without --exportable"):
+        check_second_stage(second_stage(process, four, two), four, 2)
+
+
+def test_an_exportable_second_stage_is_refused_before_it_begins(tmp_path):
+    teacher = bare(tmp_path / "teacher", VP)
+    first = distilling(teacher, tmp_path / "first", exportable=True, images=4)
+    run(first)
+    again = distilling(first.out, tmp_path / "second", exportable=True, evaluations="1")
+    with pytest.raises(UserError, match="or this one from the model that taught its teacher"):
+        run(again)
+    assert not (again.out / "run.json").exists()
+
+
 # ---------------------------------------------------------------- peers
 
 
@@ -422,7 +554,7 @@ def test_progressive_distillation_halves_the_steps_stage_by_stage(teacher, tmp_p
 def test_later_stages_are_compared_with_the_first_teacher(tmp_path):
     """Guided as it was: with the student of the stage before, they would be compared with less."""
     teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
-    wanted = Comparison(count=2, steps=4, solvers=())
+    wanted = Comparison(count=2, steps=4, solvers=("euler",))
     guided = {"guidance": ClassifierFree(weight=4.0), "null_label": 7, "comparison": wanted}
     method = ProgressiveConfig(first=4)
     config = distilling(teacher, tmp_path / "run", method=method, evaluations="1", **guided)
@@ -445,6 +577,8 @@ def test_later_stages_are_compared_with_the_first_teacher(tmp_path):
         assert found["spread"]["teacher"] == pytest.approx(first["spread"]["teacher"], rel=1e-6)
     cards = [(tmp_path / folder / "model/README.md").read_text() for folder in folders]
     assert ["the first teacher's 4 steps" in card for card in cards] == [False, True, True]
+    # Of rows of the guided teacher, in later stages too.
+    assert ["its network is called 2n times" in card for card in cards] == [True] * 3
 
 
 def test_a_guided_student_is_not_guided_again_where_it_is_the_first_teacher(tmp_path):
@@ -516,6 +650,14 @@ def test_lpips_counts_at_the_last_step_and_teaches(tmp_path, monkeypatch):
     assert both["timestamps4/step2"] > plain["timestamps4/step2"] + 64 * 1e-3
     weights = [load_file(tmp_path / f"run{x}/model" / WEIGHTS) for x in (False, True)]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_latents_are_not_compared_by_their_looks(tmp_path):
+    """Also where they have as many channels as images."""
+    teacher = bare(tmp_path / "teacher", EDM)
+    small_autoencoder(3).save_pretrained(teacher / "vae")
+    with pytest.raises(UserError, match=r"this model draws latents: leave --method\.lpips out"):
+        run(distilling(teacher, tmp_path / "run", method=Sfd(lpips=True)))
 
 
 # ---------------------------------------------------------------- resume, processes
@@ -609,6 +751,14 @@ def test_other_words_are_no_evaluations(words):
         ({"exportable": True, "method": SfdV()}, "cannot tell a student how many steps"),
         ({"exportable": True, "method": Sfd(sigma_max=40.0)}, "--method.sigma-max out"),
         ({"exportable": True, "method": Sfd(sigma_min=0.1)}, "leave --method.sigma-min and"),
+        ({"method": Sfd(sigma_max=90.0)}, "sigma-max 90 is no level .* from 0.002 to 80"),
+        ({"method": ConsistencyConfig(sigma_min=1e-3)}, "sigma-min 0.001 is no level"),
+        ({"method": Sfd(sigma_min=20.0, sigma_max=9.0)}, "begin at 9 and end at 20"),
+        ({"method": Sfd(solver=Heun(afs=True))}, "leave --method.solver.afs out"),
+        *(
+            ({"method": Sfd(solver=solver(name))}, f"{name} draws noise on its way")
+            for name in sorted(STOCHASTIC)
+        ),
         ({"adapters": 4}, "no pipeline that adapters could be loaded into"),
         ({"prompts": "none.txt"}, "none.txt cannot be read as a list of prompts"),
         ({"labels": (1,)}, "knows no classes"),

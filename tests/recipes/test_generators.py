@@ -31,6 +31,7 @@ from stillhouse.recipes.distill.generators import GENERATORS, Emd, FDistill, Rev
 from stillhouse.recipes.distill.lessons import Wanted
 from stillhouse.recipes.distill.methods import Sfd
 from stillhouse.recipes.distill.students import load_source, load_student
+from stillhouse.recipes.parts import Heun
 from stillhouse.recipes.sampling import Correction, SampleRun
 from stillhouse.recipes.sampling import run as sample
 
@@ -157,7 +158,10 @@ def test_energy_tells_distributions_apart_and_not_samples():
     [
         ({"evaluations": "2"}, "--evaluations 1"),
         ({"method": Emd(start=500.0)}, "no level of this model"),
-        ({"method": Emd(low=90.0)}, "no levels from --method.low 90"),
+        ({"method": Emd(low=90.0)}, "--method.low 90 is no level of this model"),
+        ({"method": Emd(low=1e-4)}, "--method.low 0.0001 is no level of this model"),
+        ({"method": Emd(high=500.0)}, "--method.high 500 is no level of this model"),
+        ({"method": Emd(low=9.0, high=8.0)}, "no levels from --method.low 9 to 8"),
         ({"method": Emd(start=2.5), "exportable": True}, "5 or more"),
         ({"method": Emd(score_rank=4)}, "add --method.score lora"),
     ],
@@ -185,7 +189,7 @@ def test_settings_follow_the_method_also_in_python():
     plain, given = DistillRun(method=Emd(langevin=3)), DistillRun(method=SidConfig(), batch=8)
     for config in (plain, given, DistillRun.model_validate({"method": {"kind": "dmd"}})):
         assert (config.evaluations, config.optim.betas) == ("1", (0.0, 0.99))
-        assert config.optim.lr == 2e-6
+        assert (config.optim.lr, config.images) == (2e-6, 12_800_000)
         assert config.averages == (HalfLife(images=20_000),)
         assert config.comparison.solvers == ()
     assert given.batch == 8
@@ -272,6 +276,28 @@ def test_samples_are_not_corrected_with_another_teacher(teacher, tmp_path):
     model = str(tmp_path / "run/model")
     with pytest.raises(UserError, match="distilled from another teacher than is in"):
         correct(SampleRun(model=model, correct=Correction(steps=2), count=2, out=tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ({"steps": 4}, "leave --steps out"),
+        ({"tensors": True}, "pictures alone"),
+        ({"dtype": "bfloat16"}, "in float32"),
+        ({"solver": Heun()}, "leave --solver out"),
+        ({"correct": Correction(steps=2, level=500.0)}, "--correct.level 500 is no level"),
+    ],
+)
+def test_what_a_correction_would_ignore_is_refused(wish, why, teacher, tmp_path):
+    run(distilling(teacher, tmp_path / "run", method=Emd(langevin=1), evaluations="1", images=4))
+    asked = {"model": str(tmp_path / "run/model"), "correct": Correction(steps=2), "count": 2}
+    with pytest.raises(UserError, match=why):
+        correct(SampleRun(**asked | wish, out=tmp_path / "out"))
+
+
+def test_a_correction_without_steps_is_refused(teacher, tmp_path):
+    with pytest.raises(UserError, match="say how many"):
+        sample(SampleRun(model=str(teacher), correct=Correction(level=2.0), out=tmp_path / "out"))
 
 
 def test_only_generators_are_corrected(teacher, tmp_path):

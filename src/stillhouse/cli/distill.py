@@ -3,6 +3,10 @@
 import os
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stillhouse.recipes.distill.distilling import DistillRun
 
 FLAG = re.compile(r"--method(\.kind)?(=|$)")
 
@@ -29,9 +33,21 @@ def main(words: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
         student = config.out / "model"
         print(f"the student is in {student}; its pictures in {config.out / 'samples'}")
-        print(f"  stillhouse sample {student} --out DIR")
+        for line in next_steps(config):
+            print(f"  {line}")
         if (config.out / "comparison.png").is_file():
             print(f"how near it comes to its teacher: {config.out / 'comparison.png'}")
+
+
+def next_steps(config: "DistillRun") -> list[str]:
+    """What to do with the student that a run has left."""
+    from stillhouse.recipes.distill.cards import opening_adapters
+    from stillhouse.recipes.judge.galleries import model_folder
+
+    student = str(config.out / "model")
+    if config.adapters:  # which are no model by themselves
+        return ["in Python:", *opening_adapters(config, model_folder(config.model), student)]
+    return [f"stillhouse sample {student} --out DIR"]
 
 
 def method_of(words: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ R = D_T - D_F: R/sigma^2 is the difference of the two scores. With sg() for what
 `sid` alone has a gradient that passes the two denoisers; it ends in x, and not in their weights.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ def f_distill(
     power: float = 1.0,
     most: float = 20.0,
     draws: int = 4,
+    highest: float = math.inf,
 ) -> Outcome:
     """An f-divergence: `dmd` with every sample weighted by (q/p)^power, at most `most`.
 
@@ -149,7 +151,8 @@ def f_distill(
     x, seen = _sampled(networks, given)
     x_t = noisy(x.detach(), given)
     with torch.no_grad(), networks.still() as still:
-        found = log_ratio(still, x_t, given.sigma, given.condition, noise, draws=draws)
+        ends = {"draws": draws, "highest": highest}
+        found = log_ratio(still, x_t, given.sigma, given.condition, noise, **ends)
     weight = given.weight * (power * found).exp().clamp(max=most)
     per_sample = weight.to(x) * attracted(x, seen.gap / _column(seen.size, x))
     return Outcome(per_sample, x.detach(), seen.numbers | {"log_ratio": found})
@@ -234,10 +237,12 @@ def log_ratio(
     noise: NoiseSource,
     *,
     draws: int = 1,
+    highest: float = math.inf,
 ) -> Tensor:
     """log q(x_t)/p(x_t) [B] from the denoisers alone, 2 evaluations of each per draw.
 
-    Unbiased where both are exact at every level; networks know none beyond their noisiest.
+    Unbiased where both are exact at every level. Networks know none beyond their `highest`: there
+    the integral ends, short of the ratio of the two densities under so much noise, which is small.
 
     As noise of variance v is added both densities become the same, and the heat equation says how:
     d log p/dv = (lap log p + |grad log p|^2)/2 at a point that stays. By parts, with y = x_t +
@@ -246,17 +251,19 @@ def log_ratio(
         log q/p = integral over v of E[<R/s^2, (y - D)/s^2 - n/sqrt(v)>]
 
     which is the pointwise I-MMSE relation (Kong et al. 2023) of teacher and score. Levels are
-    v = c^2 u/(1 - u) with c^2 = sigma^2 + 1 and u uniform; -n is taken along with n, or small v
-    would be all noise.
+    v = c^2 u/(1 - u) with c^2 = sigma^2 + 1 and u uniform up to where v ends, which is 1 if it does
+    not; -n is taken along with n, or small v would be all noise.
     """
     wide = sigma.double() ** 2 + 1
+    last = (highest**2 - sigma.double() ** 2).clamp(min=0)
+    reach = torch.where(last.isinf(), 1.0, last / (wide + last))
     first = torch.special.ndtr(noise(x_t.flatten(1)[:, :1], 0).double()).squeeze(1)
     total = torch.zeros_like(wide)
     for j in range(draws):
-        u = ((j + first) / draws).clamp(1e-6, 1 - 1e-6)
+        u = (reach * (j + first) / draws).clamp(1e-6, 1 - 1e-6)
         at = partial(_ratio_slope, still, x_t, sigma, wide * u / (1 - u), cond)
         unit = noise(x_t, j + 1)
-        total = total + wide / (1 - u) ** 2 * (at(unit) + at(-unit)) / 2
+        total = total + reach * wide / (1 - u) ** 2 * (at(unit) + at(-unit)) / 2
     return total / draws
 
 

@@ -39,7 +39,10 @@ class Polynomial:
 
     @classmethod
     def of(cls, scaling: Scaling, sigma_min: float = SIGMA_MIN) -> "Polynomial":
-        """From the process's own noisiest level; `sigma_min` is 0.1 for Stable Diffusion."""
+        """From the process's own noisiest level; `sigma_min` is 0.1 for Stable Diffusion.
+
+        For use from Python: `stillhouse distill` begins a process without such a level at 80.
+        """
         if scaling.sigma_max >= SIGMA_CAP:
             raise UserError(
                 "this process starts from pure noise, and a polynomial grid from there would spend "

@@ -60,10 +60,10 @@ class Langevin:
         if self.bookkeeping not in get_args(Bookkeeping):
             known = ", ".join(get_args(Bookkeeping))
             raise UserError(f"bookkeeping is one of {known}, not {self.bookkeeping!r}")
-        if self.steps < 0 or not 0 < self.noise_step < 1 or self.latent_step < 0:
+        if self.steps < 0 or not 0 < self.noise_step < 1 or not 0 <= self.latent_step < 1:
             raise UserError(
                 "a chain takes 0 steps or more, on the noise of a size between 0 and 1, on the "
-                "latent of 0 or more"
+                "latent of 0 to below 1"
             )
         if self.stretch <= 0:
             raise UserError("the largest stretch of a generator is a number above 0")

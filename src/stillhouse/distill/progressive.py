@@ -142,7 +142,7 @@ class Progressive:
 
     student: nn.Module  # a denoiser; starts as the teacher
     teacher: Denoiser  # frozen; in later stages the student of the stage before
-    grids: Grids  # in a chain of stages `Nested` ones
+    grids: Grids  # in a chain of stages, ones that contain each other: polynomial or `Nested`
     steps: int  # n, of the student
     world: World
     seed: int = 0

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from stillhouse.engine.loop import Tracker
 
-POINTS = 60  # of the losses that are drawn
+POINTS = 60  # of the numbers that are drawn
 REFRESHES = 4  # per second, by a thread of rich's
 
 
@@ -178,11 +178,12 @@ def duration(seconds: float) -> str:
 
 
 class Numbers:
-    """The last of each number, and the losses of late."""
+    """The last of each number, and how it went of late: losses, or what a task says to watch."""
 
     def __init__(self) -> None:
         self.networks: dict[str, dict[str, float]] = {}
         self.losses: dict[str, deque[float]] = {}
+        self.watched: dict[str, deque[float]] = {}
         self.facts: dict[str, str] = {}
         self.skips = 0
 
@@ -194,28 +195,41 @@ class Numbers:
             self.networks.setdefault(name, {}).update(numbers)
             if "loss" in numbers:
                 self.losses.setdefault(name, deque(maxlen=POINTS)).append(numbers["loss"])
+        for name, value in measured(values, "watch").items():
+            self.watched.setdefault(name, deque(maxlen=POINTS)).append(value)
         self.facts |= {
             label: spell(values[key], images)
             for key, (label, spell) in FACTS.items()
             if values.get(key) is not None
         }
-        measured = metrics(values)
         self.facts |= {
-            name: f"{value:.4g} at {images:,} images" for name, value in measured.items()
+            name: f"{value:.4g} at {images:,} images"
+            for name, value in measured(values, "evaluation").items()
         }
 
     def view(self) -> RenderableType:
-        return Group("", self._table(), "", self._facts())
+        if not self.watched:
+            return Group("", self._networks("loss"), "", self._facts())
+        return Group("", self._networks(), "", self._watched(), "", self._facts())
 
-    def _table(self) -> RenderableType:
-        table = Table(box=None, padding=(0, 3, 0, 0), expand=True, header_style="dim")
-        for title in ("network", "loss", "gradient norm", "learning rate"):
-            table.add_column(title, no_wrap=True)
-        table.add_column("the loss of late", ratio=1, no_wrap=True)
+    def _networks(self, *drawn: str) -> RenderableType:
+        """With their losses, unless there is something to watch: then those say nothing."""
+        keys = [key for key in CELLS if key in drawn or key != "loss"]
+        table = wide_table("network", *(TITLES.get(key, key) for key in keys))
+        if drawn:
+            table.add_column("the loss of late", ratio=1, no_wrap=True)
         for name, numbers in self.networks.items():
-            cells = (spell(numbers[key]) if key in numbers else "" for key, spell in CELLS.items())
-            table.add_row(Text(name), *cells, Sparkline(tuple(self.losses.get(name, ()))))
+            cells = (CELLS[key](numbers[key]) if key in numbers else "" for key in keys)
+            late = [Sparkline(tuple(self.losses.get(name, ())))] if drawn else []
+            table.add_row(Text(name), *cells, *late)
         return table if self.networks else Group()
+
+    def _watched(self) -> RenderableType:
+        table = wide_table("to watch", "now")
+        table.add_column("of late", ratio=1, no_wrap=True)
+        for name, values in self.watched.items():
+            table.add_row(Text(name), f"{values[-1]:.4g}", Sparkline(tuple(values)))
+        return table
 
     def _facts(self) -> RenderableType:
         grid = Table.grid(padding=(0, 3, 0, 0))
@@ -226,6 +240,15 @@ class Numbers:
             grid.add_row(label, Text(fact, style=style))
         return grid
 
+
+def wide_table(*titles: str) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), expand=True, header_style="dim")
+    for title in titles:
+        table.add_column(title, no_wrap=True)
+    return table
+
+
+TITLES = {"gradient_norm": "gradient norm", "lr": "learning rate"}
 
 # How each number of a network is written, in the order of the columns.
 CELLS: dict[str, Callable[[float], str]] = {
@@ -254,25 +277,31 @@ def by_network(values: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation has measured, without how it was done; what a task says to watch."""
+def measured(values: Mapping[str, Any], *kinds: str) -> dict[str, float]:
+    """What an `evaluation` has found, without how it was done; what a task says to `watch`."""
     found: dict[str, float] = {}
     for name, value in values.items():
         start, _, rest = name.partition("/")
-        if start in ("evaluation", "watch") and rest not in ("", "count", "about"):
-            found |= {} if value is None else {rest: value}
+        if start in kinds and rest not in ("", "count", "about") and value is not None:
+            found[rest] = value
     return found
 
 
 def plain_losses(values: Mapping[str, Any]) -> Iterator[str]:
-    """The losses of a line, each with its gradient norm and learning rate; what was measured."""
+    """The losses of a line, each with its gradient norm and learning rate; what was measured.
+
+    Where a task says what to watch its losses are left out, as they say nothing.
+    """
     names = {"loss": "loss", "gradient_norm": "gradient norm", "lr": "lr"}
+    watched = measured(values, "watch")
+    shown = [key for key in names if key != "loss" or not watched]
     for network, numbers in by_network(values).items():
-        said = (f"{names[key]} {CELLS[key](numbers[key])}" for key in names if key in numbers)
+        said = (f"{names[key]} {CELLS[key](numbers[key])}" for key in shown if key in numbers)
         yield " ".join([network, *said])
     if values.get("validation/loss") is not None:
         yield f"validation loss {values['validation/loss']:.4g}"
-    yield from (f"{name} {value:.4g}" for name, value in metrics(values).items())
+    found = measured(values, "evaluation") | watched
+    yield from (f"{name} {value:.4g}" for name, value in found.items())
 
 
 def plain_costs(values: Mapping[str, Any]) -> Iterator[str]:

@@ -23,9 +23,9 @@ A one-step generator begins at a level of its own, so its scheduler is that of a
 there: EDM's `sigma_max`, or as many of the betas as lead to that timestep. Flow has no such end,
 as its schedulers begin at pure noise.
 
-Pipelines begin with unit noise times their scheduler's `init_noise_sigma`, for Euler sigma and for
-EDM sqrt(1 + sigma^2), where ours is sqrt(1 + sigma^2) and sigma: give them `latents` to begin with
-the same state. The others begin as we do.
+Pipelines begin with unit noise times their scheduler's `init_noise_sigma`: sigma for Euler, sqrt(1
++ sigma^2) for EDM and DDIM. Ours is sqrt(1 + sigma^2) for VP and sigma for EDM, and for one-step
+generators always sigma: where they differ, give them `latents` to begin with the same state.
 """
 
 import json
@@ -59,6 +59,7 @@ FIRST_ORDER = {
 PROCESS = ("num_train_timesteps", "prediction_type", "rescale_betas_zero_snr")
 BETAS = ("beta_schedule", "beta_start", "beta_end", "trained_betas")
 KNOWN_BETAS = ("linear", "scaled_linear", "squaredcos_cap_v2")  # to each of the three
+LEAST = 5.0  # of generators' levels where pipelines begin with more noise: from there 2% or less
 # What each family's pipeline can walk: SD3's does not scale its input, the others know no flow.
 WALKED: dict[str, tuple[type, ...]] = {
     name: (Flow,) if name == "StableDiffusion3Pipeline" else (VP, EDM) for name in FAMILIES
@@ -171,16 +172,19 @@ def plain_pipeline(source: Path, network: DiffusersNetwork, walk: FewSteps) -> P
     family = str(_index(source).get("_class_name"))
     if family in FAMILIES:
         _check_family(family, network, scaling)
-        return Plain(family, exportable_scheduler(config, _walker(scaling, walk, scales=True)))
-    kind = type(network.model).__name__
-    if kind == "UNet2DModel" and "vae" not in files:
-        pipeline, vp = _of_pixels(network, scaling, walk)
-    elif kind == "DiTTransformer2DModel" and isinstance(scaling, VP):
-        _check_latents(load_codec(source), network)
-        pipeline, vp = "DiTPipeline", _walker(scaling, walk, scales=False)
+        pipeline, vp = family, _walker(scaling, walk, scales=True)
     else:
-        raise _refused(f"a {kind} of {type(scaling).__name__} by itself")
-    return Plain(pipeline, exportable_scheduler(config, vp))
+        kind = type(network.model).__name__
+        if kind == "UNet2DModel" and "vae" not in files:
+            pipeline, vp = _of_pixels(network, scaling, walk)
+        elif kind == "DiTTransformer2DModel" and isinstance(scaling, VP):
+            _check_latents(load_codec(source), network)
+            pipeline, vp = "DiTPipeline", _walker(scaling, walk, scales=False)
+        else:
+            raise _refused(f"a {kind} of {type(scaling).__name__} by itself")
+    plain = Plain(pipeline, exportable_scheduler(config, vp))
+    _check_start(walk, plain)
+    return plain
 
 
 def _index(source: Path) -> dict[str, Any]:
@@ -212,6 +216,16 @@ def _check_walk(walk: FewSteps) -> None:
     for what, present in strange.items():
         if present:
             raise _refused(f"a student with {what}")
+
+
+def _check_start(walk: FewSteps, plain: Plain) -> None:
+    """A generator learns from noise of its level alone; Euler's pipelines begin with just that."""
+    own = plain.scheduler["_class_name"] == EULER["_class_name"]
+    if walk.grid == "single" and walk.sigma_max < LEAST and not own:
+        raise UserError(
+            f"{plain.pipeline} begins with sqrt(1 + 1/start^2) times the noise that this generator "
+            f"is trained from: with --exportable, --method.start must be {LEAST:g} or more"
+        )
 
 
 def _check_family(pipeline: str, network: DiffusersNetwork, scaling: Scaling) -> None:

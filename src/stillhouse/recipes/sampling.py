@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -64,7 +63,7 @@ class Correction(Config):
     """The noise level at which teacher and fake score are compared."""
     noise_step: Annotated[float, Field(gt=0, lt=1)] = 0.16
     """Size of the steps on the noise."""
-    latent_step: NonNegativeFloat = 1e-4
+    latent_step: Annotated[float, Field(ge=0, lt=1)] = 1e-4
     """Size of the steps on the latent."""
 
 
@@ -114,6 +113,8 @@ class SampleRun(Config):
 
 def run(config: SampleRun) -> dict[str, Any]:
     """Draws what is missing and returns the record that it wrote."""
+    if config.correct != Correction():  # `recipes/distill/correcting.py` runs those that have steps
+        raise UserError("samples are corrected by Langevin steps: say how many, with --correct 300")
     with world(config.device) as here:
         subject = load_subject(config.model, wish_of(config, here.device))
         config = walked(config, subject)

@@ -4,12 +4,17 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from stillhouse.files import write_whole
+from stillhouse.pipelines.few_steps import FILE, read_walk
+from stillhouse.pipelines.load import read_json
+from stillhouse.pipelines.save import LORA_WEIGHTS
 from stillhouse.recipes.distill.generators import Matched
+from stillhouse.recipes.distill.students import guidance_in
 
 if TYPE_CHECKING:
     from stillhouse.recipes.distill.distilling import DistillRun
 
 PLOT = "comparison.png"
+EVERYWHERE = (0.0, float("inf"))  # the interval of guidance at every level
 NAMES = {"euler": "teacher, Euler (DDIM)", "dpmpp-3m": "teacher, DPM++ 3M", "gits": "teacher, GITS"}
 
 
@@ -51,13 +56,67 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         table.append("".join([f"| {label} |", *(f" {values[n]:.4f} |" for n in counts)]))
     return [
         f"Distilled by `{config.method.kind}` on {taught(config, record)}, without data. It "
-        f"takes {numbers} evaluations and no other number; `stillhouse sample` and "
-        "`stillhouse.pipelines.FewStepPipeline` read how from `few_steps.json`.",
+        f"takes {numbers} evaluations and no other number; {tell_opening(config)}",
         f"Root mean squared distance to the {whose} {record['teacher_steps']} steps from the "
         f"same noise, images in [-1, 1], {record['count']} samples of one seed:",
         "\n".join(table),
+        *tell_guidance(config, record),
         *([f"![Distances]({PLOT})"] if (config.out / PLOT).exists() else []),
+        f"That is how near it comes to its teacher, not how good its images are: {judged(config)} "
+        "measures these against images of yours.",
     ]
+
+
+def tell_opening(config: "DistillRun") -> str:
+    """What reads the student, and how it is walked."""
+    if not config.adapters:
+        return (
+            "`stillhouse sample` and `stillhouse.pipelines.FewStepPipeline` read how from "
+            "`few_steps.json`."
+        )
+    lines = "\n".join(opening_adapters(config, "PIPELINE", "THIS_FOLDER"))
+    return f"adapters are opened by diffusers, in the teacher's pipeline:\n\n```py\n{lines}\n```"
+
+
+def opening_adapters(config: "DistillRun", pipeline: str, place: str) -> list[str]:
+    """Python that does: the base `pipeline`, with what is in `place`."""
+    folder = config.out / "model"
+    scheduler = read_json(folder / "scheduler/scheduler_config.json")["_class_name"]
+    steps = max(map(int, read_json(folder / FILE)["evaluations"]))
+    loaded = f"pipe.load_lora_weights({place!r})"
+    peft = not (folder / LORA_WEIGHTS).is_file()  # PixArt's pipelines have no loader of them
+    if peft:
+        loaded = f"peft.PeftModel.from_pretrained(pipe.transformer, {place!r})  # in place"
+    return [
+        "import diffusers, peft" if peft else "import diffusers",
+        f"pipe = diffusers.DiffusionPipeline.from_pretrained({pipeline!r})",
+        f"scheduler = diffusers.{scheduler}",
+        f"pipe.scheduler = scheduler.from_pretrained({place!r}, subfolder='scheduler')",
+        loaded,
+        f"pipe('WHAT TO DRAW', num_inference_steps={steps}, guidance_scale=1)",
+    ]
+
+
+def tell_guidance(config: "DistillRun", record: dict[str, Any]) -> list[str]:
+    """What a row of the teacher costs beside the student's."""
+    walk = read_walk(config.out / "model")
+    if len(record["distance"]) == 1 or walk is None:  # there is none
+        return []
+    guidance = guidance_in(walk)  # also where a later stage is compared with the first teacher
+    if guidance.calls == 1:
+        return []
+    most = "" if getattr(guidance, "interval", EVERYWHERE) == EVERYWHERE else "up to "
+    return [
+        f"The teacher is guided: for n evaluations its network is called {most}{guidance.calls}n "
+        "times, the student's n times."
+    ]
+
+
+def judged(config: "DistillRun") -> str:
+    """The command; it opens no adapters, but reads a folder of what they have drawn."""
+    if config.adapters:
+        return "`stillhouse evaluate FOLDER_OF_ITS_IMAGES --reference DATA`"
+    return "`stillhouse evaluate THIS_FOLDER --reference DATA --steps N`"
 
 
 def taught(config: "DistillRun", record: dict[str, Any]) -> str:

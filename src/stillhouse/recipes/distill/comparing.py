@@ -5,10 +5,10 @@ draw from the same distribution, from noise of their own: `energy`.
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from stillhouse.config import Config
@@ -29,7 +29,15 @@ from stillhouse.recipes.distill.students import (
     teacher_folder,
 )
 from stillhouse.recipes.distill.watching import draw_all
-from stillhouse.recipes.parts import Ipndm, NoGuidance, SearchedGrid, solver
+from stillhouse.recipes.parts import (
+    Dpmpp3M,
+    Ipndm,
+    NoGuidance,
+    SearchedGrid,
+    Solver,
+    SolverName,
+    solver,
+)
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.subjects import Subject
 from stillhouse.solvers import search_grid
@@ -38,7 +46,7 @@ if TYPE_CHECKING:
     from stillhouse.recipes.distill.distilling import DistillRun
 
 RECORD = "comparison.json"
-GITS, FINE = "gits", 41  # its fine levels
+GITS = "gits"
 WALKED_BY = Ipndm(lower_order_final=False)  # as published: of the same order to the end
 
 
@@ -49,10 +57,14 @@ class Comparison(Config):
     """Samples; 0: nothing is compared."""
     steps: PositiveInt = 50
     """Of the teacher's long walks."""
-    solvers: tuple[str, ...] = ("euler", "dpmpp-3m", "gits")
+    walk: Solver = Dpmpp3M()
+    """Of the teacher's long walks."""
+    solvers: tuple[SolverName | Literal["gits"], ...] = ("euler", "dpmpp-3m", "gits")
     """Of the teacher with as few evaluations; euler is DDIM, gits ipndm on a searched grid."""
     searched: PositiveInt = 16
-    """Samples that the search of gits walks with."""
+    """Samples that the search of gits walks with; 256 in its paper."""
+    fine: Annotated[int, Field(ge=3)] = 41
+    """Levels that it chooses from; 61 in its paper."""
     batch: PositiveInt = 16
     """Samples per network call."""
     seed: int = 1
@@ -75,14 +87,15 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
         return draw_all(whose, base.model_copy(update=how), wanted.count, engine, grid)
 
     measure, apart = ("energy", energy) if generator(config) else ("distance", distance)
-    goal = drawn(subject, steps=steps)
+    # A teacher that is a student itself knows its own walks alone.
+    walked: dict[str, Any] = {"solver": wanted.walk} if subject.walk is None else {}
+    goal = drawn(subject, steps=steps, **walked)
     rows: dict[str, dict[int, float]] = {}
     with engine.networks[NAME].evaluating(config.shown) as network:
         student = as_student(source.subject, network, walk)
         found = {n: drawn(student, steps=n) for n in counts}
     rows["student"] = {n: apart(found[n], goal) for n in counts}
     spreads = {"teacher": spread(goal), "student": {n: spread(found[n]) for n in counts}}
-    # A teacher that is a student itself knows its own walks alone.
     for name in wanted.solvers if subject.walk is None else ():
         search = searched(wanted, subject, counts, engine) if name == GITS else {}
         how = WALKED_BY if name == GITS else solver(name)
@@ -96,6 +109,7 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
         "spread": spreads,
         "count": wanted.count,
         "teacher_steps": steps,
+        "teacher_solver": None if subject.walk else wanted.walk.model_dump(mode="json"),
         "first_teacher": bool(wanted.against),
         "preview_steps": source.long_walk(config.preview.steps),
         "images": engine.images,
@@ -126,7 +140,7 @@ def searched(
 ) -> dict[int, Tensor]:
     """GITS: the best levels for each number of steps, by one fine walk of a few samples."""
     device, indices = engine.world.device, range(wanted.searched)
-    fine = SearchedGrid(fine=FINE).build(subject.scaling, FINE - 1)
+    fine = SearchedGrid(fine=wanted.fine).build(subject.scaling, wanted.fine - 1)
     noise = starting_noise(subject.shape, indices, seed=wanted.seed + 1).to(device)
     cond = subject.condition(indices, device)
     first = subject.scaling.start(noise, fine[0])

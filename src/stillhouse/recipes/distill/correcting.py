@@ -23,10 +23,11 @@ from stillhouse.files import write_whole
 from stillhouse.process import Denoiser, keyed_normal, starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.claims import make_folder
+from stillhouse.recipes.distill.generators import check_level
 from stillhouse.recipes.distill.scores import FOLDER, load_score
 from stillhouse.recipes.distill.students import guidance_in, teacher_digest, teacher_folder
 from stillhouse.recipes.parts import NoGuidance
-from stillhouse.recipes.sampling import SampleRun, wish_of
+from stillhouse.recipes.sampling import SampleRun, check_student, wish_of
 from stillhouse.recipes.subjects import Subject, load_subject
 from stillhouse.recipes.train.folders import read_record
 
@@ -44,6 +45,7 @@ class Moved(NamedTuple):
 
 def run(config: SampleRun) -> Path:
     """Draws the picture and returns where it is."""
+    check_wish(config)
     with world(config.device) as here:
         if here.size > 1:
             raise UserError("samples are corrected by one process: leave torchrun out")
@@ -55,6 +57,7 @@ def run(config: SampleRun) -> Path:
                 f"{config.model} is no one-step generator (stillhouse distill --method emd), and "
                 "only those have samples to correct"
             )
+        check_student(config, walk)
         record = read_record(home(config))
         if not record or not (home(config) / FOLDER).is_dir():
             raise UserError(
@@ -70,11 +73,27 @@ def run(config: SampleRun) -> Path:
                 "that one back to correct its samples"
             )
         subject = load_subject(str(taught), replace(plain, guidance=guidance))
+        check_level("--correct.level", config.correct.level, subject.scaling)
         teacher, score = load_score(home(config) / FOLDER, subject, guidance)
         starts = range(0, config.count, config.batch)
         batches = [list(range(i, min(i + config.batch, config.count))) for i in starts]
         parts = [walked(config, student, teacher, score, some, here.device) for some in batches]
     return draw(config, student, Moved(*map(torch.cat, zip(*parts, strict=True))))
+
+
+def check_wish(config: SampleRun) -> None:
+    """What a picture of a correction would ignore."""
+    if config.steps not in (None, 1):
+        raise UserError(
+            f"a generator takes one step, and --correct {config.correct.steps} is the number of "
+            "Langevin steps: leave --steps out"
+        )
+    if config.tensors or config.dtype != "float32":
+        raise UserError(
+            "--correct makes pictures alone, in float32: leave --tensors and --dtype out"
+        )
+    if not isinstance(config.guidance, NoGuidance):
+        raise UserError("samples are corrected towards the teacher as it was: leave --guidance out")
 
 
 def home(config: SampleRun) -> Path:

@@ -55,6 +55,7 @@ from stillhouse.recipes.train.sessions import (
 # What generators begin with where nothing else is asked for: their papers', not SFD's.
 USUAL: dict[str, Any] = {
     "evaluations": "1",
+    "images": 12_800_000,  # 100,000 updates: at this rate a tenth would leave weights as they are
     "optim": AdamW(lr=2e-6, betas=(0.0, 0.99)),
     "averages": (HalfLife(images=20_000),),
     "comparison": Comparison(solvers=()),
@@ -62,7 +63,7 @@ USUAL: dict[str, Any] = {
 
 
 class DistillRun(LongRun):
-    """A distillation. What is not given is as the paper of the method has it."""
+    """A distillation. What is not given is as SFD's paper has it, or EMD's for generators."""
 
     model: str = ""
     """The teacher: a diffusers directory, a run's folder, or a hub id."""
@@ -184,9 +185,9 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
             "teacher": teacher_digest(source.folder),
             "prompts": prompts_digest(source.prompts),
         }
-        here.first(lambda: write_record(config, parameters, origins))
         conditions = Conditions(source.subject, config.seed, config.drop)
         starts = Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
+        here.first(lambda: write_record(config, parameters, origins))  # when nothing is refused
         feed = starts.feed(engine.images, config.batch, here)
         looked = [] if found else [hook for _, hook in hooks if isinstance(hook, StudentDrawer)]
         with stopping(engine, caught):

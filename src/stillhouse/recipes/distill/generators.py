@@ -30,7 +30,6 @@ from stillhouse.recipes.distill.lessons import Lesson, Wanted
 GENERATORS = tuple(emd.METHODS)  # the names of these methods
 START = 20.0  # log-SNR -6, the paper's
 RANK = 16  # of a fake score that is adapters
-LEAST = 5.0  # of exportable generators, whose pipelines begin with 2% more or less noise from there
 
 
 class Matched(Config, ABC):
@@ -39,8 +38,8 @@ class Matched(Config, ABC):
     start: PositiveFloat | None = None
     """The noise level that the generator draws from; 20, or the model's noisiest where that is
     less."""
-    low: PositiveFloat = 0.05
-    """Teacher and fake score are compared from this level ..."""
+    low: PositiveFloat | None = None
+    """Teacher and fake score are compared from this level: 0.05, or the model's lowest ..."""
     high: PositiveFloat | None = None
     """... up to this one: 80, or the model's noisiest."""
     weighting: Literal["x0", "eps"] = "x0"
@@ -64,18 +63,10 @@ class Matched(Config, ABC):
         if wanted.told:
             raise UserError(f"--method {self.name} begins with a model that takes many steps")
         scaling = wanted.scaling
+        for name in ("start", "low", "high"):
+            check_level(f"--method.{name}", getattr(self, name), scaling)
         self.levels(scaling)
-        if self.start and not scaling.sigma_min < self.start <= scaling.sigma_max:
-            raise UserError(
-                f"--method.start {self.start:g} is no level of this model, whose levels go from "
-                f"{scaling.sigma_min:g} to {scaling.sigma_max:g}"
-            )
         level = torch.tensor(self.start or min(START, scaling.sigma_max), dtype=torch.float64)
-        if wanted.exportable and level < LEAST:
-            raise UserError(
-                f"pipelines of diffusers begin with up to sqrt(1 + 1/start^2) of the noise: with "
-                f"--exportable, --method.start must be {LEAST:g} or more"
-            )
         if isinstance(scaling, VP):  # a whole timestep, as its network knows no others
             level = scaling.sigma_at(scaling.time_at(level).round())
         return FewSteps(
@@ -102,7 +93,7 @@ class Matched(Config, ABC):
             lesson.walk.sigma_max,
             lesson.world,
             lesson.seed,
-            self.method(),
+            self.method(levels.sigma_max),
             levels,
             self.weighting,
             Denoising(levels),
@@ -110,14 +101,24 @@ class Matched(Config, ABC):
         )
 
     def levels(self, process: Scaling) -> LogUniform:
+        low = self.low or max(0.05, process.sigma_min)
         high = self.high or min(80.0, process.sigma_max)
-        if self.low >= high:
-            raise UserError(f"there are no levels from --method.low {self.low:g} to {high:g}")
-        return LogUniform(self.low, high)
+        if low >= high:
+            raise UserError(f"there are no levels from --method.low {low:g} to {high:g}")
+        return LogUniform(low, high)
 
     @abstractmethod
-    def method(self) -> emd.Method:
-        """The generator's update."""
+    def method(self, highest: float) -> emd.Method:
+        """The generator's update, where networks know no levels beyond the highest."""
+
+
+def check_level(flag: str, level: float | None, scaling: Scaling) -> None:
+    """Beyond its own levels a network would be told another one than there is."""
+    if level and not scaling.sigma_min <= level <= scaling.sigma_max:
+        raise UserError(
+            f"{flag} {level:g} is no level of this model, whose levels go from "
+            f"{scaling.sigma_min:g} to {scaling.sigma_max:g}"
+        )
 
 
 def full_score(lesson: Lesson) -> NetworkDenoiser:
@@ -134,15 +135,18 @@ class Emd(Matched):
     """Langevin steps per update: K. More cover more of the teacher's modes, and cost more."""
     noise_step: Annotated[float, Field(gt=0, lt=1)] = 0.16
     """Size of the Langevin steps on the noise."""
-    latent_step: NonNegativeFloat = 1.6e-5
+    latent_step: Annotated[float, Field(ge=0, lt=1)] = 1.6e-5
     """0: the latent stays where it is, which saves a backward pass per step."""
+    stretch: PositiveFloat = 1.0
+    """How much the generator may stretch its latents: the latent's step is at most (level over
+    this) squared, which keeps it stable."""
     bookkeeping: Bookkeeping = "cancel"
     """What of the chain the generator learns: all but its noise (cancel), all (full), or the pull
     at its end (stein)."""
 
-    def method(self) -> emd.Method:
-        chain = Langevin(self.langevin, self.noise_step, self.latent_step, self.bookkeeping)
-        return partial(emd.emd, chain=chain)
+    def method(self, highest: float) -> emd.Method:
+        sizes = (self.noise_step, self.latent_step, self.bookkeeping, self.stretch)
+        return partial(emd.emd, chain=Langevin(self.langevin, *sizes))
 
 
 class ReverseKL(Matched):
@@ -150,7 +154,7 @@ class ReverseKL(Matched):
 
     kind: Literal["diff-instruct", "dmd"] = "diff-instruct"
 
-    def method(self) -> emd.Method:
+    def method(self, highest: float) -> emd.Method:
         return emd.METHODS[self.kind]
 
 
@@ -161,7 +165,7 @@ class SidConfig(Matched):
     alpha: float = 1.2
     """1 is score implicit matching."""
 
-    def method(self) -> emd.Method:
+    def method(self, highest: float) -> emd.Method:
         return partial(emd.sid, k=self.alpha)
 
 
@@ -174,5 +178,5 @@ class FDistill(Matched):
     most: PositiveFloat = 20.0
     """The largest weight of a sample."""
 
-    def method(self) -> emd.Method:
-        return partial(emd.f_distill, power=self.power, most=self.most)
+    def method(self, highest: float) -> emd.Method:
+        return partial(emd.f_distill, power=self.power, most=self.most, highest=highest)

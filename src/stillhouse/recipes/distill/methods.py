@@ -12,6 +12,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, autocast
 from torch.nn.functional import interpolate
@@ -25,11 +26,11 @@ from stillhouse.distill.trajectories import Kept, Teacher, earlier_student
 from stillhouse.distill.walks import FewSteps
 from stillhouse.errors import UserError
 from stillhouse.metrics.perceptual import Lpips
-from stillhouse.process import SIGMA_CAP
+from stillhouse.process import SIGMA_CAP, Scaling
 from stillhouse.recipes.distill.generators import Emd, FDistill, ReverseKL, SidConfig
 from stillhouse.recipes.distill.lessons import Lesson, Wanted
 from stillhouse.recipes.parts import Dpmpp3M, Solver
-from stillhouse.solvers import sample_euler, sample_heun
+from stillhouse.solvers import STOCHASTIC, sample_euler, sample_heun
 
 START = 80.0  # the first level of students of a process whose own is infinite
 
@@ -47,15 +48,35 @@ class Walked(Config):
 
     def few_steps(self, method: str, wanted: Wanted, **how: Any) -> FewSteps:
         """Walks between these ends, without an analytical step unless `how` has one."""
-        low, high = wanted.scaling.sigma_min, wanted.scaling.sigma_max
+        low, high = self.ends(wanted.scaling)
         return FewSteps(
             wanted.evaluations,
             method,
-            sigma_min=max(self.sigma_min, low),
-            sigma_max=self.sigma_max or (START if high >= SIGMA_CAP else high),
+            sigma_min=low,
+            sigma_max=high,
             guidance=wanted.guidance,
             **{"afs": False, **how},
         )
+
+    def ends(self, scaling: Scaling) -> tuple[float, float]:
+        """Where walks end and begin: at levels that the model knows."""
+        lowest, highest = scaling.sigma_min, scaling.sigma_max
+        # What was not asked for gives way in silence: few models know the usual end.
+        asked = {"min": None if self.sigma_min == SIGMA_MIN else self.sigma_min}
+        for name, level in (asked | {"max": self.sigma_max}).items():
+            if level is not None and not lowest <= level <= highest:
+                raise UserError(
+                    f"--method.sigma-{name} {level:g} is no level of this model, whose levels go "
+                    f"from {lowest:g} to {highest:g}: leave it out, or give one of these"
+                )
+        low = max(self.sigma_min, lowest)
+        high = self.sigma_max or (START if highest >= SIGMA_CAP else highest)
+        if low >= high:
+            raise UserError(
+                f"walks would begin at {high:g} and end at {low:g}: give a --method.sigma-min "
+                "below --method.sigma-max"
+            )
+        return low, high
 
     def kept(self, lesson: Lesson) -> Kept | None:
         return Kept(lesson.folder / "walks") if self.walks else None
@@ -82,6 +103,7 @@ class Sfd(Walked):
 
     def walk(self, wanted: Wanted) -> FewSteps:
         exportable = wanted.exportable
+        check_solver(self.solver)
         if exportable and (self.told or wanted.told):
             raise UserError(
                 "plain diffusers cannot tell a student how many steps there are: give --method "
@@ -108,7 +130,7 @@ class Sfd(Walked):
             lowered, solve = self.solver.lower_order_final, self.solver.build()
             teacher = Teacher(lesson.teacher, grids, self.refinement, solve, lowered)
         else:
-            check_second_stage(lesson.earlier, walk, self.refinement)
+            check_second_stage(lesson, lesson.earlier, self.refinement)
             if self.solver != type(self).model_fields["solver"].default:
                 raise UserError(
                     "a teacher that is a student itself walks as it was taught to: leave "
@@ -155,7 +177,7 @@ class ProgressiveConfig(Walked):
     def task(self, lesson: Lesson) -> Progressive:
         walk, (steps,) = lesson.walk, lesson.walk.evaluations
         if lesson.earlier is not None:
-            check_second_stage(lesson.earlier, walk, 2)
+            check_second_stage(lesson, lesson.earlier, 2)
         grids = walk.grids(lesson.scaling)
         return Progressive(
             lesson.student,
@@ -214,11 +236,22 @@ def check_plain(method: str, wanted: Wanted) -> None:
         raise UserError(f"--exportable is for --method sfd, not for {method}")
 
 
+def check_solver(solver: Solver) -> None:
+    """What a teacher shows must follow from the start of its walk, and from its own answers."""
+    if solver.kind in STOCHASTIC:
+        raise UserError(
+            f"--method.solver {solver.kind} draws noise on its way, and a student can only learn "
+            "where a walk leads that has none: give another, such as heun"
+        )
+    if solver.afs:
+        raise UserError(
+            "a teacher evaluates its first step: leave --method.solver.afs out (the student's own "
+            "is --method.afs)"
+        )
+
+
 def how_it_looks(lesson: Lesson) -> Callable[[Tensor, Tensor], Tensor]:
     """LPIPS of images at 224 pixels, as the paper has it."""
-    network: Any = lesson.student.network
-    if network.data_shape[0] not in (1, 3):
-        raise UserError("LPIPS compares images, and this model draws latents: leave it out")
     lpips = Lpips.load(device=lesson.world.device)
 
     def perceptual(reached: Tensor, goal: Tensor) -> Tensor:
@@ -230,8 +263,9 @@ def how_it_looks(lesson: Lesson) -> Callable[[Tensor, Tensor], Tensor]:
     return perceptual
 
 
-def check_second_stage(earlier: FewSteps, walk: FewSteps, refinement: int) -> None:
+def check_second_stage(lesson: Lesson, earlier: FewSteps, refinement: int) -> None:
     """The teacher's own walk must pass through the student's timestamps."""
+    walk = lesson.walk
     theirs = (earlier.grid, earlier.sigma_min, earlier.sigma_max, earlier.rho)
     if theirs != (walk.grid, walk.sigma_min, walk.sigma_max, walk.rho):
         raise UserError(
@@ -239,10 +273,19 @@ def check_second_stage(earlier: FewSteps, walk: FewSteps, refinement: int) -> No
             f"{earlier.sigma_min:g} on a {earlier.grid} grid: give it the same"
         )
     for n in walk.evaluations:
-        fine = refinement * (timestamps_for(n, afs=walk.afs) - 1) + 1
+        timestamps = timestamps_for(n, afs=walk.afs)
+        fine = refinement * (timestamps - 1) + 1
         if (needed := evaluations_of(fine, afs=earlier.afs)) not in earlier.evaluations:
             known = ", ".join(map(str, earlier.evaluations))
             raise UserError(
                 f"a student of {n} evaluations at --method.refinement {refinement} follows a "
                 f"teacher of {needed}, and this one knows {known}"
+            )
+        asked = walk.grids(lesson.scaling).teacher(timestamps, refinement)
+        learnt = earlier.levels(needed, lesson.process)
+        if not torch.allclose(asked, learnt, rtol=1e-9, atol=0):
+            raise UserError(
+                f"the teacher is a student of {needed} steps on the {earlier.grid} grid, which "
+                f"does not pass through the levels of {n}: distil both stages without "
+                "--exportable, or this one from the model that taught its teacher"
             )

@@ -1,0 +1,100 @@
+"""Draws docs/figures/one_step.png and prints the tables of docs/results/emd.md.
+
+python docs/figures/one_step.py
+
+Students of the Fashion-MNIST model beside its 50 steps, from benchmarks/results/one_step: quality
+and variety against evaluations per image, and both against each other for one evaluation. A circle
+is the mean over seeds, a dot a run; generators after as many network evaluations as each other.
+"""
+
+import json
+from collections import defaultdict
+from statistics import fmean
+from typing import Any
+
+from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
+
+RESULTS = HERE.parent.parent / "benchmarks" / "results" / "one_step"
+ARMS = {
+    "teacher": ("teacher, 50 steps", INK),
+    "sfdv": ("SFD-v", BLUE),
+    "second": ("SFD's second stage", BLUE),
+    "instruct": ("Diff-Instruct", ORANGE),
+    "emd4": ("EMD-4", ORANGE),
+    "emd8": ("EMD-8", ORANGE),
+    "emd16": ("EMD-16", ORANGE),
+    "full8": ("EMD-8, noise not cancelled", INK),
+}
+SHARES = ("precision", "recall", "density", "coverage")
+EQUAL = {"evaluations": "equal network evaluations", "updates": "equal updates"}
+
+Row = tuple[str, int]  # an arm and its evaluations per image
+Found = dict[Row, dict[str, list[float]]]  # measure -> a number for each seed
+
+
+def main() -> None:
+    runs = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
+    floor = judged(runs[0], "evaluations")[0]["floor"]
+    for equal, title in EQUAL.items():
+        print(f"\n{title}\n\n" + "\n".join(table(measured(runs, equal), floor)))
+    found = measured(runs, "evaluations")
+    distance = next(name for name in floor if name.startswith("FD"))
+    plt = plots()
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    for axis, key in ((left, distance), (middle, "recall")):
+        for (arm, evaluations), values in found.items():
+            spot(axis, [evaluations] * len(values[key]), values[key], ARMS[arm][1])
+        axis.set_xscale("log")
+        axis.set(xlabel="evaluations per image", ylabel=key, xlim=(0.8, 70))
+        axis.set_xticks([1, 2, 3, 4, 5, 50], ["1", "2", "3", "4", "5", "50"], minor=False)
+        axis.minorticks_off()
+    logarithmic(left)
+    for (arm, evaluations), values in found.items():
+        if evaluations in (1, 50):
+            name, colour = ARMS[arm]
+            spot(right, values["recall"], values["precision"], colour)
+            where = (fmean(values["recall"]), fmean(values["precision"]))
+            right.annotate(name, where, xytext=(5, 5), textcoords="offset points", fontsize=7.5)
+    right.set(xlabel="recall", ylabel="precision", title="one evaluation, and the teacher")
+    right.margins(0.2)
+    figure.savefig(HERE / "one_step.png")
+
+
+def judged(run: dict[str, Any], equal: str) -> list[dict[str, Any]]:
+    """What was found of a run's samples, a row for each number of evaluations."""
+    return [run["legs"][equal]] if "legs" in run else run["judged"]
+
+
+def measured(runs: list[dict[str, Any]], equal: str) -> Found:
+    found: Found = defaultdict(lambda: defaultdict(list))
+    for arm in ARMS:
+        for run in (run for run in runs if run["arm"] == arm):
+            for row in judged(run, equal):
+                for key, values in row["values"].items():  # of the evaluation's own seeds
+                    found[arm, row["steps"]][key].append(fmean(values))
+    return found
+
+
+def spot(axis: Any, x: list[float], y: list[float], colour: str) -> None:
+    axis.plot(x, y, ".", color=colour, markersize=4)
+    axis.plot(fmean(x), fmean(y), "o", color=colour, markersize=7, fillstyle="none")
+
+
+def table(found: Found, floor: dict[str, float]) -> list[str]:
+    """Means, with the standard deviation where there are several seeds; last real images."""
+    keys = [key for key in floor if key[:2] in ("FD", "KD")] + list(SHARES)
+    heads = ["", "evaluations", *keys]
+    lines = ["|" + "".join(f" {head} |" for head in heads), "|" + "---|" * len(heads)]
+    for (arm, evaluations), values in found.items():
+        cells = [ARMS[arm][0], str(evaluations), *(spell(values[k], digits(k)) for k in keys)]
+        lines.append("|" + "".join(f" {cell} |" for cell in cells))
+    cells = ["real images", "", *(f"{floor[key]:.{digits(key)}f}" for key in keys)]
+    return [*lines, "|" + "".join(f" {cell} |" for cell in cells)]
+
+
+def digits(key: str) -> int:
+    return 1 if key.startswith("FD") else 2
+
+
+if __name__ == "__main__":
+    main()
