@@ -34,7 +34,6 @@ from stillhouse.recipes.parts import (
     Ipndm,
     NoGuidance,
     SearchedGrid,
-    Solver,
     SolverName,
     solver,
 )
@@ -57,8 +56,8 @@ class Comparison(Config):
     """Samples; 0: nothing is compared."""
     steps: PositiveInt = 50
     """Of the teacher's long walks."""
-    walk: Solver = Dpmpp3M()
-    """Of the teacher's long walks."""
+    walk: Dpmpp3M = Dpmpp3M()
+    """What takes them."""
     solvers: tuple[SolverName | Literal["gits"], ...] = ("euler", "dpmpp-3m", "gits")
     """Of the teacher with as few evaluations; euler is DDIM, gits ipndm on a searched grid."""
     searched: PositiveInt = 16
