@@ -66,7 +66,7 @@ from stillhouse.recipes.distill.methods import (
 from stillhouse.recipes.distill.students import hearing_steps
 from stillhouse.recipes.distill.told import find_prompts
 from stillhouse.recipes.distill.watching import StudentPreview
-from stillhouse.recipes.parts import ClassifierFree, Euler, Heun, PolynomialGrid, solver
+from stillhouse.recipes.parts import ClassifierFree, Dpmpp3M, Euler, Heun, PolynomialGrid, solver
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample
 from stillhouse.recipes.train.folders import check_origins
@@ -116,6 +116,21 @@ def losses(out: Path) -> list[float]:
 
 
 # ---------------------------------------------------------------- what a run leaves
+
+
+def test_the_long_walks_are_those_that_were_asked_for(teacher, tmp_path):
+    """Not whatever sampling does by default: distances of two versions would not compare."""
+    found = []
+    for lowered in (True, False):
+        walk = Dpmpp3M(lower_order_final=lowered)
+        wanted = Comparison(count=3, steps=4, solvers=("dpmpp-3m",), walk=walk)
+        out = tmp_path / str(lowered)
+        run(distilling(teacher, out, evaluations="4", method=Sfd(refinement=1), comparison=wanted))
+        record = json.loads((out / "comparison.json").read_text())
+        assert record["teacher_solver"]["lower_order_final"] is lowered
+        found.append(record["distance"]["dpmpp-3m"]["4"])
+    assert found[0] == 0  # the same walk
+    assert found[1] > 0
 
 
 def test_a_student_is_sampled_as_it_was_trained_to_walk(teacher, tmp_path):
