@@ -18,7 +18,7 @@ and a run that was broken off goes on where it was. `--plan` prints the commands
 The generators are judged twice: after the same number of updates, and after the same number of
 network evaluations, a backward pass counted as two. The second stage has its own, a fifth of them,
 on top of its teacher's. Measured on samples: Fréchet and kernel distance, precision and recall,
-density and coverage; `sfdv` is SFD-v's student with 2 to 5 evaluations, to compare with.
+density and coverage.
 """
 
 import json
@@ -31,6 +31,7 @@ import distill
 from experiments import read_lines, work_through
 
 RESULTS = Path(__file__).parent / "results" / "one_step"
+TEACHER = distill.ROOT / "reference/fashion"
 SEEDS, SAMPLES = 2, 1000
 BUDGET, UPDATES, BATCH = 160_000, 256, 16
 # Levels from where images are all but clean to where their classes are no longer told apart.
@@ -58,20 +59,20 @@ def commands(name: str, work: Path) -> Commands:
         yield from generating(arm, seed, run)
     elif arm == "teacher":
         long = "--solvers dpmpp-3m --steps 50 --lower-order-final false"
-        yield judging(distill.ROOT / "reference/fashion", run / "judged", long)
+        yield judging(TEACHER, run / "judged", long)
     else:
-        made = f"fashion-{'one' if arm == 'second' else arm}-{seed}"
-        yield next(distill.commands(f"fashion-sfdv-{seed}", work))
+        made, steps = f"fashion-sfdv-{seed}", "--steps 2 3 4 5"
+        yield distill.distilling(made, work, str(TEACHER))
         if arm == "second":
-            yield from list(distill.commands(made, work))[1:2]
-        steps = "--steps 1" if arm == "second" else "--steps 2 3 4 5"
+            taught, made, steps = made, f"fashion-one-{seed}", "--steps 1"
+            yield distill.distilling(made, work, str(work / taught))
         yield judging(work / made / "model", run / "judged", steps)
 
 
 def generating(arm: str, seed: str, run: Path) -> Commands:
     """In legs, each judged: the state of a run after some updates is that of a shorter run."""
     method, _ = GENERATORS[arm]
-    words = f"distill {distill.ROOT / 'reference/fashion'} {method} "
+    words = f"distill {TEACHER} {method} "
     words += f"{distill.MODELS['fashion'].flags} {LEARNING} {AVERAGE}"
     words += f" --batch {BATCH} --log-every {10 * BATCH} --checkpoint-every 1600 --seed {seed}"
     words += f" --preview.every 2048 --comparison.count 128 --out {run}"

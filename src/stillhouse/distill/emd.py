@@ -151,8 +151,9 @@ def f_distill(
     x, seen = _sampled(networks, given)
     x_t = noisy(x.detach(), given)
     with torch.no_grad(), networks.still() as still:
-        ends = {"draws": draws, "highest": highest}
-        found = log_ratio(still, x_t, given.sigma, given.condition, noise, **ends)
+        found = log_ratio(
+            still, x_t, given.sigma, given.condition, noise, draws=draws, highest=highest
+        )
     weight = given.weight * (power * found).exp().clamp(max=most)
     per_sample = weight.to(x) * attracted(x, seen.gap / _column(seen.size, x))
     return Outcome(per_sample, x.detach(), seen.numbers | {"log_ratio": found})

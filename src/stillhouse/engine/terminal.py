@@ -208,19 +208,17 @@ class Numbers:
         }
 
     def view(self) -> RenderableType:
-        if not self.watched:
-            return Group("", self._networks("loss"), "", self._facts())
-        return Group("", self._networks(), "", self._watched(), "", self._facts())
+        watched = [self._watched(), ""] if self.watched else []
+        return Group("", self._networks(), "", *watched, self._facts())
 
-    def _networks(self, *drawn: str) -> RenderableType:
-        """With their losses, unless there is something to watch: then those say nothing."""
-        keys = [key for key in CELLS if key in drawn or key != "loss"]
+    def _networks(self) -> RenderableType:
+        keys = shown_cells(self.watched)
         table = wide_table("network", *(TITLES.get(key, key) for key in keys))
-        if drawn:
+        if "loss" in keys:
             table.add_column("the loss of late", ratio=1, no_wrap=True)
         for name, numbers in self.networks.items():
             cells = (CELLS[key](numbers[key]) if key in numbers else "" for key in keys)
-            late = [Sparkline(tuple(self.losses.get(name, ())))] if drawn else []
+            late = [Sparkline(tuple(self.losses.get(name, ())))] if "loss" in keys else []
             table.add_row(Text(name), *cells, *late)
         return table if self.networks else Group()
 
@@ -277,26 +275,28 @@ def by_network(values: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def measured(values: Mapping[str, Any], *kinds: str) -> dict[str, float]:
+def shown_cells(watched: Mapping[str, Any]) -> list[str]:
+    """The losses of a task that says what to watch say nothing."""
+    return [key for key in CELLS if key != "loss" or not watched]
+
+
+def measured(values: Mapping[str, Any], kind: str) -> dict[str, float]:
     """What an `evaluation` has found, without how it was done; what a task says to `watch`."""
     found: dict[str, float] = {}
     for name, value in values.items():
         start, _, rest = name.partition("/")
-        if start in kinds and rest not in ("", "count", "about") and value is not None:
+        if start == kind and rest not in ("", "count", "about") and value is not None:
             found[rest] = value
     return found
 
 
 def plain_losses(values: Mapping[str, Any]) -> Iterator[str]:
-    """The losses of a line, each with its gradient norm and learning rate; what was measured.
-
-    Where a task says what to watch its losses are left out, as they say nothing.
-    """
+    """The losses of a line, each with its gradient norm and learning rate; what was measured."""
     names = {"loss": "loss", "gradient_norm": "gradient norm", "lr": "lr"}
     watched = measured(values, "watch")
-    shown = [key for key in names if key != "loss" or not watched]
+    keys = shown_cells(watched)
     for network, numbers in by_network(values).items():
-        said = (f"{names[key]} {CELLS[key](numbers[key])}" for key in shown if key in numbers)
+        said = (f"{names[key]} {CELLS[key](numbers[key])}" for key in keys if key in numbers)
         yield " ".join([network, *said])
     if values.get("validation/loss") is not None:
         yield f"validation loss {values['validation/loss']:.4g}"

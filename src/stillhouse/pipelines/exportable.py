@@ -169,19 +169,17 @@ def plain_pipeline(source: Path, network: DiffusersNetwork, walk: FewSteps) -> P
     scaling = read_schedule(config).scaling
     if network.conditioning is not None:
         raise _refused("a network that is told more than its class of diffusers takes")
-    family = str(_index(source).get("_class_name"))
+    family, kind = str(_index(source).get("_class_name")), type(network.model).__name__
     if family in FAMILIES:
         _check_family(family, network, scaling)
         pipeline, vp = family, _walker(scaling, walk, scales=True)
+    elif kind == "UNet2DModel" and "vae" not in files:
+        pipeline, vp = _of_pixels(network, scaling, walk)
+    elif kind == "DiTTransformer2DModel" and isinstance(scaling, VP):
+        _check_latents(load_codec(source), network)
+        pipeline, vp = "DiTPipeline", _walker(scaling, walk, scales=False)
     else:
-        kind = type(network.model).__name__
-        if kind == "UNet2DModel" and "vae" not in files:
-            pipeline, vp = _of_pixels(network, scaling, walk)
-        elif kind == "DiTTransformer2DModel" and isinstance(scaling, VP):
-            _check_latents(load_codec(source), network)
-            pipeline, vp = "DiTPipeline", _walker(scaling, walk, scales=False)
-        else:
-            raise _refused(f"a {kind} of {type(scaling).__name__} by itself")
+        raise _refused(f"a {kind} of {type(scaling).__name__} by itself")
     plain = Plain(pipeline, exportable_scheduler(config, vp))
     _check_start(walk, plain)
     return plain

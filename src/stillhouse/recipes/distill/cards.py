@@ -4,7 +4,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from stillhouse.files import write_whole
-from stillhouse.pipelines.few_steps import FILE, read_walk
+from stillhouse.pipelines.few_steps import read_walk
 from stillhouse.pipelines.load import read_json
 from stillhouse.pipelines.save import LORA_WEIGHTS
 from stillhouse.recipes.distill.generators import Matched
@@ -82,7 +82,8 @@ def opening_adapters(config: "DistillRun", pipeline: str, place: str) -> list[st
     """Python that does: the base `pipeline`, with what is in `place`."""
     folder = config.out / "model"
     scheduler = read_json(folder / "scheduler/scheduler_config.json")["_class_name"]
-    steps = max(map(int, read_json(folder / FILE)["evaluations"]))
+    walk = read_walk(folder)
+    assert walk is not None  # which its exporter has written
     loaded = f"pipe.load_lora_weights({place!r})"
     peft = not (folder / LORA_WEIGHTS).is_file()  # PixArt's pipelines have no loader of them
     if peft:
@@ -93,7 +94,7 @@ def opening_adapters(config: "DistillRun", pipeline: str, place: str) -> list[st
         f"scheduler = diffusers.{scheduler}",
         f"pipe.scheduler = scheduler.from_pretrained({place!r}, subfolder='scheduler')",
         loaded,
-        f"pipe('WHAT TO DRAW', num_inference_steps={steps}, guidance_scale=1)",
+        f"pipe('WHAT TO DRAW', num_inference_steps={max(walk.evaluations)}, guidance_scale=1)",
     ]
 
 

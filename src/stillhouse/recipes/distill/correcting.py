@@ -23,7 +23,7 @@ from stillhouse.files import write_whole
 from stillhouse.process import Denoiser, keyed_normal, starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.claims import make_folder
-from stillhouse.recipes.distill.generators import check_level
+from stillhouse.recipes.distill.lessons import check_level
 from stillhouse.recipes.distill.scores import FOLDER, load_score
 from stillhouse.recipes.distill.students import guidance_in, teacher_digest, teacher_folder
 from stillhouse.recipes.parts import NoGuidance

@@ -251,6 +251,10 @@ def lesson(
         raise UserError("the teacher is a student already: leave --guidance out")
     if config.adapters and isinstance(config.method, Matched):
         raise UserError("a one-step generator learns all of its weights: leave --adapters out")
+    if isinstance(config.method, Sfd) and config.method.lpips and source.subject.codec is not None:
+        raise UserError(
+            "LPIPS compares images, and this model draws latents: leave --method.lpips out"
+        )
     bare = source.subject.bare
     assert bare is not None
     return Lesson(

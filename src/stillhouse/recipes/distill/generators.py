@@ -25,7 +25,7 @@ from stillhouse.errors import UserError
 from stillhouse.objectives.denoising import Denoising
 from stillhouse.process import VP, NetworkDenoiser, Scaling
 from stillhouse.process.levels import LogUniform
-from stillhouse.recipes.distill.lessons import Lesson, Wanted
+from stillhouse.recipes.distill.lessons import Lesson, Wanted, check_level
 
 GENERATORS = tuple(emd.METHODS)  # the names of these methods
 START = 20.0  # log-SNR -6, the paper's
@@ -110,15 +110,6 @@ class Matched(Config, ABC):
     @abstractmethod
     def method(self, highest: float) -> emd.Method:
         """The generator's update, where networks know no levels beyond the highest."""
-
-
-def check_level(flag: str, level: float | None, scaling: Scaling) -> None:
-    """Beyond its own levels a network would be told another one than there is."""
-    if level and not scaling.sigma_min <= level <= scaling.sigma_max:
-        raise UserError(
-            f"{flag} {level:g} is no level of this model, whose levels go from "
-            f"{scaling.sigma_min:g} to {scaling.sigma_max:g}"
-        )
 
 
 def full_score(lesson: Lesson) -> NetworkDenoiser:

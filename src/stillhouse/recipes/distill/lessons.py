@@ -8,6 +8,7 @@ from torch import nn
 
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.world import World
+from stillhouse.errors import UserError
 from stillhouse.process import Denoiser, NetworkDenoiser, Scaling
 
 
@@ -39,3 +40,12 @@ class Wanted:
     guidance: dict[str, Any] | None  # which it is to learn
     exportable: bool
     told: bool  # whether its network takes the number of timestamps already
+
+
+def check_level(flag: str, level: float | None, scaling: Scaling) -> None:
+    """Beyond its own levels a network would be told another one than there is."""
+    if level and not scaling.sigma_min <= level <= scaling.sigma_max:
+        raise UserError(
+            f"{flag} {level:g} is no level of this model, whose levels go from "
+            f"{scaling.sigma_min:g} to {scaling.sigma_max:g}: leave it out, or give one of these"
+        )

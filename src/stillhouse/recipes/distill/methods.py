@@ -28,7 +28,7 @@ from stillhouse.errors import UserError
 from stillhouse.metrics.perceptual import Lpips
 from stillhouse.process import SIGMA_CAP, Scaling
 from stillhouse.recipes.distill.generators import Emd, FDistill, ReverseKL, SidConfig
-from stillhouse.recipes.distill.lessons import Lesson, Wanted
+from stillhouse.recipes.distill.lessons import Lesson, Wanted, check_level
 from stillhouse.recipes.parts import Dpmpp3M, Solver
 from stillhouse.solvers import STOCHASTIC, sample_euler, sample_heun
 
@@ -60,16 +60,10 @@ class Walked(Config):
 
     def ends(self, scaling: Scaling) -> tuple[float, float]:
         """Where walks end and begin: at levels that the model knows."""
-        lowest, highest = scaling.sigma_min, scaling.sigma_max
-        # What was not asked for gives way in silence: few models know the usual end.
-        asked = {"min": None if self.sigma_min == SIGMA_MIN else self.sigma_min}
-        for name, level in (asked | {"max": self.sigma_max}).items():
-            if level is not None and not lowest <= level <= highest:
-                raise UserError(
-                    f"--method.sigma-{name} {level:g} is no level of this model, whose levels go "
-                    f"from {lowest:g} to {highest:g}: leave it out, or give one of these"
-                )
-        low = max(self.sigma_min, lowest)
+        if self.sigma_min != SIGMA_MIN:  # the usual end gives way: few models know it
+            check_level("--method.sigma-min", self.sigma_min, scaling)
+        check_level("--method.sigma-max", self.sigma_max, scaling)
+        low, highest = max(self.sigma_min, scaling.sigma_min), scaling.sigma_max
         high = self.sigma_max or (START if highest >= SIGMA_CAP else highest)
         if low >= high:
             raise UserError(

@@ -29,7 +29,6 @@ from stillhouse.pipelines.families import (
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.generators import Matched
-from stillhouse.recipes.distill.methods import Sfd
 from stillhouse.recipes.distill.told import find_prompts
 from stillhouse.recipes.judge.galleries import model_folder
 from stillhouse.recipes.parts import Guidance
@@ -128,10 +127,6 @@ def load_student(config: "DistillRun", source: Source, walk: FewSteps) -> Networ
     if config.exportable:  # the same process, with the timesteps that its scheduler will walk
         plain = plain_pipeline(source.folder, network, walk)
         process = read_schedule(plain.scheduler)[:2]
-    if isinstance(config.method, Sfd) and config.method.lpips and source.subject.codec is not None:
-        raise UserError(
-            "LPIPS compares images, and this model draws latents: leave --method.lpips out"
-        )
     if told and not network.told.steps:
         network = hearing_steps(network)
     if config.adapters:
