@@ -180,7 +180,7 @@ def spread(found: Tensor) -> float:
 def plot(record: dict[str, Any], config: "DistillRun") -> None:
     """The same as curves."""
     plt = pictures.pyplot()
-    figure, axis = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(4.6, 3.6), layout="constrained")
     for name, values in record["distance"].items():
         own = name == "student"
         label = "student" if own else f"teacher, {name}"
@@ -191,6 +191,6 @@ def plot(record: dict[str, Any], config: "DistillRun") -> None:
         xticks=list(record["distance"]["student"]),
         ylim=(0, None),
     )
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)  # hides no dot
     figure.savefig(config.out / PLOT, dpi=110)
     plt.close(figure)
