@@ -31,7 +31,8 @@ also of the teacher's own solvers, and the Fréchet distance of features. A stud
 draws new noise after its first evaluation, so that its distance says little from 2 on. Emoji are
 judged on prompts from all over the data set, in each of its three styles; students are taught on
 prompts of the same set, from other noise. What a K of 1 saves in walks it cannot spend on
-Fashion-MNIST: they are more than its lessons, none comes again, and 4% of the budget is left.
+Fashion-MNIST and CIFAR-10: they are more than its lessons, none comes again, and 4% of the budget
+is left.
 """
 
 import json
