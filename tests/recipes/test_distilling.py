@@ -51,7 +51,7 @@ from stillhouse.process import (
 from stillhouse.recipes.distill.comparing import Comparison
 from stillhouse.recipes.distill.distilling import (
     DistillRun,
-    prompts_digest,
+    digest,
     read_evaluations,
     run,
 )
@@ -64,7 +64,7 @@ from stillhouse.recipes.distill.methods import (
     check_second_stage,
 )
 from stillhouse.recipes.distill.students import hearing_steps
-from stillhouse.recipes.distill.told import find_prompts
+from stillhouse.recipes.distill.told import find_labels, find_prompts
 from stillhouse.recipes.distill.watching import StudentPreview
 from stillhouse.recipes.parts import ClassifierFree, Dpmpp3M, Euler, Heun, PolynomialGrid, solver
 from stillhouse.recipes.sampling import SampleRun
@@ -282,9 +282,9 @@ def test_a_refused_command_leaves_its_folder_to_the_right_one(changes, said, tmp
 def test_other_prompts_of_the_same_name_are_another_run(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("red\nblue\n")
-    before = prompts_digest(find_prompts(str(file), "text"))
+    before = digest(find_prompts(str(file), "text"))
     file.write_text("red\ngreen\n")
-    after = prompts_digest(find_prompts(str(file), "text"))
+    after = digest(find_prompts(str(file), "text"))
     assert before != after
     check_origins(tmp_path, {"prompts": after})  # where nothing is known
     (tmp_path / "run.json").write_text(json.dumps({"config": {}, "prompts": before}))
@@ -476,6 +476,57 @@ def test_prompts_are_those_of_a_column_each_once(tmp_path):
     for row in rows:
         Image.new("RGB", (8, 8)).save(data / row["file_name"])
     assert find_prompts(str(data), "words") == ("a blue one", "a red one")
+
+
+def classes_in(folder, counts):
+    """So many images of each class, which are sub-folders."""
+    for label, count in enumerate(counts):
+        (folder / f"class{label}").mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8)).save(folder / f"class{label}/{i}.png")
+    return str(folder)
+
+
+def test_classes_are_dealt_as_often_as_a_data_set_has_them(tmp_path):
+    found = find_labels(classes_in(tmp_path / "data", [3, 1, 8]), "label")
+    assert sorted(found) == [0] * 3 + [1] + [2] * 8
+    assert list(found) != sorted(found)  # or a batch would be of one class
+    assert find_labels(str(tmp_path / "data"), "label") == found
+    assert find_labels("", "label") == ()
+
+
+def test_a_student_hears_the_classes_of_a_data_set_alone(tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
+    data = classes_in(tmp_path / "data", [0, 0, 1, 1])  # a folder without images is no class
+    run(distilling(teacher, tmp_path / "run", labels_of=data))
+    before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
+    moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
+    assert moved.nonzero().flatten().tolist() == [0, 1]
+
+
+def test_other_classes_of_the_same_name_are_another_run(tmp_path):
+    teacher, data = bare(tmp_path / "teacher", EDM, **CLASSES), tmp_path / "data"
+    config = distilling(teacher, tmp_path / "run", labels_of=classes_in(data, [2, 1]))
+    run(config)
+    Image.new("RGB", (8, 8)).save(data / "class1/more.png")
+    with pytest.raises(UserError, match="distilled on other classes"):
+        run(config)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"labels": (1,)}, "leave one of them out"),
+        ({"label_column": "category"}, "no column 'category'"),
+        ({"label_column": "image"}, "which is no class"),
+        ({"labels_of": "nowhere"}, "nowhere is no data set"),
+    ],
+)
+def test_classes_that_cannot_be_dealt_are_refused(how, said, tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
+    data = classes_in(tmp_path / "data", [1, 1])
+    with pytest.raises(UserError, match=said):
+        run(distilling(teacher, tmp_path / "run", **{"labels_of": data, **how}))
 
 
 # ---------------------------------------------------------------- a second stage

@@ -8,6 +8,7 @@ Running the same command again resumes; any number of processes, under torchrun.
 """
 
 import re
+from collections.abc import Iterable
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -79,6 +80,10 @@ class DistillRun(LongRun):
     """Share of images that are told nothing, so that the student itself can be guided."""
     labels: tuple[int, ...] = ()
     """Classes to distil on; all of them if not given."""
+    labels_of: str = ""
+    """A data set whose classes to distil on, as often as it has them (cifar10, a folder)."""
+    label_column: str = "label"
+    """Of that data set."""
     null_label: int | None = None
     """The label that stands for no class, for classifier-free guidance."""
     prompts: str = ""
@@ -183,7 +188,8 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         parameters = sum(p.numel() for p in student.parameters())
         origins = {
             "teacher": teacher_digest(source.folder),
-            "prompts": prompts_digest(source.prompts),
+            "prompts": digest(source.prompts),
+            "labels": digest(map(str, source.subject.labels)),
         }
         conditions = Conditions(source.subject, config.seed, config.drop)
         starts = Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
@@ -292,6 +298,6 @@ def build_exporter(
     return StudentExporter(config, source, student, walk, facts)
 
 
-def prompts_digest(prompts: tuple[str, ...]) -> str:
-    """Of the prompts themselves: a file of the same name may say something else by now."""
-    return sha256("\n".join(prompts).encode()).hexdigest()
+def digest(told: Iterable[str]) -> str:
+    """Of what is told itself: a file of the same name may say something else by now."""
+    return sha256("\n".join(told).encode()).hexdigest()

@@ -29,7 +29,7 @@ from stillhouse.pipelines.families import (
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.generators import Matched
-from stillhouse.recipes.distill.told import find_prompts
+from stillhouse.recipes.distill.told import find_labels, find_prompts
 from stillhouse.recipes.judge.galleries import model_folder
 from stillhouse.recipes.parts import Guidance
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
@@ -72,11 +72,13 @@ def load_source(config: "DistillRun", here: World) -> Source:
     if config.model.startswith("toy:"):
         raise UserError("a toy is a formula: train one (stillhouse train toy-moons), distil that")
     name = model_folder(config.model)
+    if config.labels and config.labels_of:
+        raise UserError("--labels are to be dealt, and those of a data set: leave one of them out")
     prompts = find_prompts(config.prompts, config.prompt_column)
     folder = teacher_folder(name)
     wish = Wish(
         config.guidance,
-        config.labels,
+        config.labels or find_labels(config.labels_of, config.label_column),
         config.null_label,
         getattr(torch, config.teacher),
         here.device,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stillhouse.data import Columns, numbered_captions
+from stillhouse.data import Columns, numbered_captions, rows_at
 from stillhouse.errors import UserError
 from stillhouse.process import Condition, keyed_uniform
 from stillhouse.recipes.judge.captions import read_prompts
@@ -31,6 +31,21 @@ def find_prompts(name: str, column: str) -> tuple[str, ...]:
     if not prompts:
         raise UserError(f"{name} holds no prompt")
     return prompts
+
+
+def find_labels(name: str, column: str) -> tuple[int, ...]:
+    """The classes of a data set, as often as it has them; shuffled, as it may be in their order."""
+    if not name:
+        return ()
+    data = find_data(name, Columns(label=column))
+    if data is None:
+        raise UserError(f"{name} is no data set: give one whose classes --labels-of can deal")
+    images = data.source.open_indexed(data.columns)
+    found = list(images.column(data.columns.label or column))
+    for label in found:
+        if not isinstance(label, int):
+            raise UserError(f"the column {column!r} of {name} holds {label!r}, which is no class")
+    return tuple(found[row] for row in rows_at(range(len(found)), len(found), seed=0))
 
 
 def unknown(cond: Condition, null: Condition) -> list[str]:

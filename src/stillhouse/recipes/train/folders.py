@@ -45,6 +45,7 @@ ORIGINS = {
     "pipeline": "fine-tuned from another pipeline of the same name: its network or its vae differs",
     "teacher": "distilled from another teacher of the same name: its files differ",
     "prompts": "distilled on other prompts of the same name",
+    "labels": "distilled on other classes of the same name",
 }
 
 
