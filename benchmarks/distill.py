@@ -254,7 +254,8 @@ def summary(name: str, run: Path) -> dict[str, Any]:
     made, how = MODELS[model], ARMS[arm]
     record |= {"distance": {}, "judged": {}}
     if arm != "before":
-        record |= {"images": how.images(made), "walks": how.walks(made)}
+        images, walks = how.images(made), how.walks(made)
+        record |= {"images": images, "walks": min(walks, images)}
     for stage in students(name, run.parent):
         compared = json.loads((stage / "comparison.json").read_text())
         for who, values in compared["distance"].items():

@@ -154,13 +154,13 @@ def test_the_student_is_told_the_number_of_timestamps_it_walks_with_what_it_draw
     assert len(set(counts)) > 1
 
 
-def numbers_of(rank: int, seed: int, kept: Kept | None = None) -> list[int]:
+def numbers_of(rank: int, seed: int, kept: Kept | None = None, walks: int = 60) -> list[int]:
     """Of timestamps, for this process's shares of 400 batches of 10."""
     world = World(rank, 2, torch.device("cpu"))
     teacher, counts = Teacher(DATA, GRIDS), (4, 5, 6, 7)
     task = SFD(Residual(DATA), teacher, GRIDS, counts, world, seed=seed, kept=kept)
     torch.manual_seed(rank)
-    feed = Starts((2,), seed=0, distinct=60 if kept else 0).feed(0, 10, world)
+    feed = Starts((2,), seed=0, distinct=walks if kept else 0).feed(0, 10, world)
     return [task._timestamps_of(item.batch) for item in islice(feed, 400)]
 
 
@@ -177,7 +177,18 @@ def test_every_process_deals_the_same_numbers_to_walks_that_come_again(tmp_path)
     """In turn, and always the same to the same walks: six batches of them here."""
     first = numbers_of(0, 0, Kept(tmp_path))
     assert numbers_of(1, 0, Kept(tmp_path)) == first
-    assert first == [(4, 5, 6, 7, 4, 5)[batch % 6] for batch in range(400)]
+    assert first == [first[batch % 6] for batch in range(400)]
+    turn = (4, 5, 6, 7, 4, 5, 6, 7)
+    assert any(tuple(first[:4]) == turn[begin : begin + 4] for begin in range(4))
+
+
+def test_classes_in_turn_hear_every_number_of_timestamps(tmp_path):
+    """A fourth of the classes per batch: in plain turn each would hear one number for ever."""
+    numbers = numbers_of(0, 0, Kept(tmp_path), walks=4000)
+    for quarter in range(4):
+        heard = numbers[quarter::4]
+        shares = [heard.count(count) / 100 for count in (4, 5, 6, 7)]
+        assert shares == pytest.approx([0.25] * 4, abs=0.15)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from datasets import Dataset
 from metrics.test_perceptual import with_package
 from PIL import Image
 from pipelines.plain_diffusers import watch
@@ -28,6 +29,7 @@ from small_models import (
 
 from stillhouse.cli import main
 from stillhouse.distill.grids import Native, Polynomial
+from stillhouse.distill.trajectories import Starts, with_steps
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.optimisers import AdamW
@@ -63,7 +65,7 @@ from stillhouse.recipes.distill.methods import (
     SfdV,
     check_second_stage,
 )
-from stillhouse.recipes.distill.students import hearing_steps
+from stillhouse.recipes.distill.students import hearing_steps, load_source
 from stillhouse.recipes.distill.told import find_labels, find_prompts
 from stillhouse.recipes.distill.watching import StudentPreview
 from stillhouse.recipes.parts import ClassifierFree, Dpmpp3M, Euler, Heun, PolynomialGrid, solver
@@ -76,6 +78,7 @@ EDM = {"_class_name": "EDMEulerScheduler", "sigma_data": 0.5}
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
 VP = {"_class_name": "DDIMScheduler", "clip_sample": True}
 CLASSES = {"num_class_embeds": 8}
+HERE = World(0, 1, torch.device("cpu"))
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -487,30 +490,53 @@ def classes_in(folder, counts):
     return str(folder)
 
 
+def column_of(file, **columns):
+    Dataset.from_dict(columns).to_parquet(file)
+    return str(file)
+
+
 def test_classes_are_dealt_as_often_as_a_data_set_has_them(tmp_path):
-    found = find_labels(classes_in(tmp_path / "data", [3, 1, 8]), "label")
-    assert sorted(found) == [0] * 3 + [1] + [2] * 8
-    assert list(found) != sorted(found)  # or a batch would be of one class
-    assert find_labels(str(tmp_path / "data"), "label") == found
-    assert find_labels("", "label") == ()
+    found = find_labels(classes_in(tmp_path / "data", [30, 10, 80]), "", (0, 1, 2))
+    assert [found.count(label) for label in range(3)] == [30, 10, 80]
+    for stretch in (found[:12], found[40:52], found[-24:]):  # few walks are of all kinds
+        wanted = [len(stretch) * share for share in (3 / 12, 1 / 12, 8 / 12)]
+        assert [stretch.count(label) for label in range(3)] == pytest.approx(wanted, abs=1)
+
+
+def test_a_column_of_classes_needs_no_images(tmp_path):
+    file = column_of(tmp_path / "objects.parquet", category=[4, 2, 4], rare=[True, False, False])
+    assert sorted(find_labels(file, "category", tuple(range(8)))) == [2, 4, 4]
+    found = find_labels(file, "rare", (0, 1))
+    assert sorted(found) == [0, 0, 1]
+    assert {type(label) for label in found} == {int}  # what is true or false is no label
 
 
 def test_a_student_hears_the_classes_of_a_data_set_alone(tmp_path):
     teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
-    data = classes_in(tmp_path / "data", [0, 0, 1, 1])  # a folder without images is no class
+    data = column_of(tmp_path / "objects.parquet", label=[2, 5])
     run(distilling(teacher, tmp_path / "run", labels_of=data))
     before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
     moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
-    assert moved.nonzero().flatten().tolist() == [0, 1]
+    assert moved.nonzero().flatten().tolist() == [2, 5]
 
 
 def test_other_classes_of_the_same_name_are_another_run(tmp_path):
     teacher, data = bare(tmp_path / "teacher", EDM, **CLASSES), tmp_path / "data"
-    config = distilling(teacher, tmp_path / "run", labels_of=classes_in(data, [2, 1]))
+    config = distilling(teacher, tmp_path / "run", labels_of=classes_in(data, [1] * 8))
     run(config)
     Image.new("RGB", (8, 8)).save(data / "class1/more.png")
     with pytest.raises(UserError, match="distilled on other classes"):
         run(config)
+
+
+def test_a_comparison_is_told_what_the_student_was_told(tmp_path):
+    """Of a data set that has gone by then."""
+    teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
+    file = column_of(tmp_path / "objects.parquet", label=[2, 5])
+    config = distilling(teacher, tmp_path / "run", labels_of=file)
+    source = load_source(config, HERE)
+    Path(file).unlink()
+    assert load_source(config, HERE, source).subject.labels == source.subject.labels == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -518,8 +544,10 @@ def test_other_classes_of_the_same_name_are_another_run(tmp_path):
     [
         ({"labels": (1,)}, "leave one of them out"),
         ({"label_column": "category"}, "no column 'category'"),
-        ({"label_column": "image"}, "which is no class"),
+        ({"label_column": "image"}, "which is no class of the teacher"),
         ({"labels_of": "nowhere"}, "nowhere is no data set"),
+        ({"labels_of": "", "label_column": "label"}, "name one"),
+        ({}, "has 2 classes and the teacher 8"),
     ],
 )
 def test_classes_that_cannot_be_dealt_are_refused(how, said, tmp_path):
@@ -529,6 +557,25 @@ def test_classes_that_cannot_be_dealt_are_refused(how, said, tmp_path):
         run(distilling(teacher, tmp_path / "run", **{"labels_of": data, **how}))
 
 
+def test_the_label_of_no_class_is_none_to_deal(tmp_path):
+    file = column_of(tmp_path / "objects.parquet", label=[0, 7])
+    with pytest.raises(UserError, match="holds 7, which is no class"):
+        find_labels(file, "", tuple(range(7)))
+
+
+def test_files_of_classes_that_cannot_be_read_are_told(tmp_path):
+    column_of(tmp_path / "data/0.parquet", label=[0, 1])
+    (tmp_path / "data/1.parquet").write_bytes(b"half of it")
+    with pytest.raises(UserError, match=r"1\.parquet.*Repair or remove it"):
+        find_labels(str(tmp_path / "data"), "", (0, 1))
+
+
+def test_a_model_without_classes_takes_none_of_a_data_set(tmp_path):
+    data = column_of(tmp_path / "objects.parquet", label=[0])
+    with pytest.raises(UserError, match="knows no classes: leave --labels-of out"):
+        run(distilling(bare(tmp_path / "teacher", EDM), tmp_path / "run", labels_of=data))
+
+
 # ---------------------------------------------------------------- a second stage
 
 
@@ -536,8 +583,18 @@ def test_a_student_teaches_one_evaluation(teacher, tmp_path):
     first = distilling(teacher, tmp_path / "first", method=SfdV(refinement=1), evaluations="4,5")
     run(first)
     wanted = {"evaluations": "1", "comparison": Comparison(count=2)}
-    second = distilling(first.out, tmp_path / "second", method=Sfd(refinement=3), **wanted)
+    method = Sfd(refinement=3, walks=4)
+    second = distilling(first.out, tmp_path / "second", method=method, **wanted)
     run(second)
+    # Its goals are what the first student draws, as it draws: told, its own first step analytical.
+    denoiser, earlier = load_denoiser(first.out / "model"), read_walk(first.out / "model")
+    start = next(iter(Starts((3, 8, 8), second.seed).feed(0, 4, HERE))).batch
+    grids = earlier.grids(denoiser.scaling)
+    levels = grids.student(7)
+    x = grids.start(start.noise, float(levels[0]))
+    ends = sample_euler(denoiser, x, levels, with_steps(None, 7, x), afs=True)
+    goals = load_file(second.out / "walks/000000000-000000003-3.safetensors")
+    torch.testing.assert_close(goals["1"], ends)
     walk = read_walk(second.out / "model")
     assert walk.evaluations == (1,)
     found = json.loads((second.out / "comparison.json").read_text())
@@ -571,8 +628,7 @@ def test_a_second_stage_that_does_not_fit_its_teacher_is_refused(
 def second_stage(process: Scaling, earlier: FewSteps, walk: FewSteps) -> Lesson:
     """What a check of the two walks looks at."""
     student: Any = SimpleNamespace(scaling=process)
-    here = World(0, 1, torch.device("cpu"))
-    return Lesson(student, student, process, walk, earlier, here, 0, Path())
+    return Lesson(student, student, process, walk, earlier, HERE, 0, Path())
 
 
 @pytest.mark.parametrize(
@@ -761,12 +817,15 @@ def test_another_teacher_of_the_same_name_is_refused(teacher, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_two_processes_distil_as_one_does(teacher, tmp_path, sharding):
+@pytest.mark.parametrize(("sharding", "walks"), [("ddp", 12), ("fsdp", 0)])
+def test_two_processes_distil_as_one_does(tmp_path, sharding, walks):
+    """With walks that come again, too."""
     alone = distilling(
-        teacher,
+        bare(tmp_path / "teacher", EDM, **CLASSES),
         tmp_path / "one",
-        method=SfdV(refinement=2),
+        labels_of=column_of(tmp_path / "objects.parquet", label=[2, 5, 5]),
+        images=max(8, 2 * walks),
+        method=SfdV(refinement=2, walks=walks),
         evaluations="1..3",
         optim=AdamW(lr=1e-3, eps=1.0),  # or it would enlarge the rounding of gradients near 0
         comparison=Comparison(count=3, steps=3, batch=2, searched=2),

@@ -117,8 +117,11 @@ class SFD:
         first = int(batch.key[0]) - self.world.rank * share
         if self.kept is None:
             return self.timestamps_at(first)
-        # In turn: of few batches, chance might leave a number out for good.
-        return self.timestamps[first // (share * self.world.size) % len(self.timestamps)]
+        # In turn: of few batches, chance might leave a number out for good. Each round begins at
+        # another number: classes are dealt in turn too, and one might never hear the others.
+        turn, place = divmod(first // (share * self.world.size), len(self.timestamps))
+        begin = self.timestamps.index(self.timestamps_at(turn))
+        return self.timestamps[(begin + place) % len(self.timestamps)]
 
     def step(self, batch: Start, engine: Engine) -> None:
         start = batch.to(self.world.device)

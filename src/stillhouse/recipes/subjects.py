@@ -259,9 +259,8 @@ def _null_label(asked: int | None, network: Any) -> int | None:
 
 def _labels(asked: Sequence[int], classes: int, null: int | None) -> tuple[int, ...]:
     labels = tuple(asked) or tuple(label for label in range(classes) if label != null)
-    known = {*range(classes), null}
     for label in labels:
-        if label not in known:
+        if label not in {*range(classes), null}:
             raise UserError(
                 f"label {label} is not among the model's {classes} classes: give a number from 0 "
                 f"to {classes - 1}"

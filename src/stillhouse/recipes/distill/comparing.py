@@ -131,7 +131,7 @@ def first_teacher(config: "DistillRun", source: Source, walk: FewSteps, engine: 
         return source
     guidance = guidance_in(walk) if read_walk(teacher_folder(name)) is None else NoGuidance()
     other = config.model_copy(update={"model": name, "guidance": guidance})
-    return load_source(other, engine.world)
+    return load_source(other, engine.world, source)
 
 
 def searched(

@@ -82,8 +82,8 @@ class DistillRun(LongRun):
     """Classes to distil on; all of them if not given."""
     labels_of: str = ""
     """A data set whose classes to distil on, as often as it has them (cifar10, a folder)."""
-    label_column: str = "label"
-    """Of that data set."""
+    label_column: str = ""
+    """Of that data set; its own, or `label`, if not given."""
     null_label: int | None = None
     """The label that stands for no class, for classifier-free guidance."""
     prompts: str = ""

@@ -62,10 +62,11 @@ class Source:
         return steps if known is None else max(known.evaluations)
 
 
-def load_source(config: "DistillRun", here: World) -> Source:
+def load_source(config: "DistillRun", here: World, like: Source | None = None) -> Source:
     """The teacher: in its own precision, spread as the student is where that is sharded.
 
-    Not where the fake score is a part of it, which the engine will spread.
+    Not where the fake score is a part of it, which the engine will spread. It is told what `like`
+    is told: files may have changed since that was loaded.
     """
     if not config.model:
         raise UserError("name the model to distil: a diffusers directory, a run, or a hub id")
@@ -74,11 +75,13 @@ def load_source(config: "DistillRun", here: World) -> Source:
     name = model_folder(config.model)
     if config.labels and config.labels_of:
         raise UserError("--labels are to be dealt, and those of a data set: leave one of them out")
-    prompts = find_prompts(config.prompts, config.prompt_column)
+    if config.label_column and not config.labels_of:
+        raise UserError("--label-column is of the data set that --labels-of names: name one")
+    prompts = like.prompts if like else find_prompts(config.prompts, config.prompt_column)
     folder = teacher_folder(name)
     wish = Wish(
         config.guidance,
-        config.labels or find_labels(config.labels_of, config.label_column),
+        like.subject.labels if like else config.labels,
         config.null_label,
         getattr(torch, config.teacher),
         here.device,
@@ -87,6 +90,11 @@ def load_source(config: "DistillRun", here: World) -> Source:
         config.prompt_encoder,
     )
     subject = load_subject(str(folder), wish)
+    if config.labels_of and not like:
+        if not subject.labels:
+            raise UserError(f"{name} knows no classes: leave --labels-of out")
+        labels = find_labels(config.labels_of, config.label_column, subject.labels)
+        subject = replace(subject, labels=labels)
     if subject.speech is not None:  # few walks, or few samples to compare, are of all kinds
         subject = replace(subject, speech=replace(subject.speech, mixed=True))
     teacher = subject.bare

@@ -6,12 +6,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stillhouse.data import Columns, numbered_captions, rows_at
+from stillhouse.data import Columns, numbered_captions
+from stillhouse.data.sources import class_names
 from stillhouse.errors import UserError
 from stillhouse.process import Condition, keyed_uniform
 from stillhouse.recipes.judge.captions import read_prompts
 from stillhouse.recipes.judge.galleries import find_data
 from stillhouse.recipes.subjects import Subject
+from stillhouse.recipes.telling import long_stride
 
 HOST = torch.device("cpu")
 
@@ -33,19 +35,35 @@ def find_prompts(name: str, column: str) -> tuple[str, ...]:
     return prompts
 
 
-def find_labels(name: str, column: str) -> tuple[int, ...]:
-    """The classes of a data set, as often as it has them; shuffled, as it may be in their order."""
-    if not name:
-        return ()
-    data = find_data(name, Columns(label=column))
+def find_labels(name: str, column: str, known: tuple[int, ...]) -> tuple[int, ...]:
+    """The classes of a data set, as often as it has them, and in all stretches about as often.
+
+    `known`: those of the teacher, without the one that stands for none.
+    """
+    data = find_data(name, Columns(image=""))
     if data is None:
         raise UserError(f"{name} is no data set: give one whose classes --labels-of can deal")
     images = data.source.open_indexed(data.columns)
-    found = list(images.column(data.columns.label or column))
-    for label in found:
-        if not isinstance(label, int):
-            raise UserError(f"the column {column!r} of {name} holds {label!r}, which is no class")
-    return tuple(found[row] for row in rows_at(range(len(found)), len(found), seed=0))
+    if images.faults:
+        raise UserError(f"{name}: {images.faults[0]}. Repair or remove it")
+    column = column or data.columns.label or "label"
+    found, among = list[int](), set(known)
+    for label in images.column(column):
+        if not isinstance(label, int) or label not in among:
+            raise UserError(
+                f"the column {column!r} of {name} holds {label!r}, which is no class of the "
+                f"teacher: its {len(known)} go from {min(known)} to {max(known)}"
+            )
+        found.append(int(label))
+    named = class_names(images.data.features, Columns(label=column))
+    if named and len(named) != len(known):
+        raise UserError(
+            f"{name} has {len(named)} classes and the teacher {len(known)}: they may not "
+            "be the same. Give the teacher's own data, or choose by --labels"
+        )
+    found.sort()
+    stride = long_stride(len(found))
+    return tuple(found[i * stride % len(found)] for i in range(len(found)))
 
 
 def unknown(cond: Condition, null: Condition) -> list[str]:
