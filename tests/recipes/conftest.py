@@ -1,4 +1,4 @@
-"""Small pipelines and captioned images, written once for all tests of fine-tuning."""
+"""Small pipelines and captioned images for fine-tuning, and a teacher to distil."""
 
 from pathlib import Path
 
@@ -26,3 +26,10 @@ def cache(tmp_path, monkeypatch) -> Path:
     """Where latents and captions are kept: empty for every test."""
     monkeypatch.setenv("STILLHOUSE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "encoded"
+
+
+@pytest.fixture
+def teacher(tmp_path) -> Path:
+    from recipes.students import EDM, bare
+
+    return bare(tmp_path / "teacher", EDM)

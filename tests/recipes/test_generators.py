@@ -9,7 +9,7 @@ import pytest
 import torch
 import warm
 from PIL import Image
-from recipes.test_distilling import CLASSES, EDM, FLOW, VP, WEIGHTS, bare, distilling, log_of
+from recipes.students import CLASSES, EDM, FLOW, VP, WEIGHTS, bare, distilling, log_of
 from safetensors.torch import load_file, save_file
 from small_models import relative_error, small_unet
 

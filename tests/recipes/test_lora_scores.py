@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recipes.test_distilling import CLASSES, EDM, VP, WEIGHTS, bare, distilling, log_of
+from recipes.students import CLASSES, EDM, VP, WEIGHTS, bare, distilling, log_of
 from recipes.test_generators import FAMILY
 from recipes.together import distil_by_two
 from safetensors.torch import load_file
