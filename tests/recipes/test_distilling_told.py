@@ -38,22 +38,25 @@ def test_other_prompts_of_the_same_name_are_another_run(tmp_path):
         check_origins(tmp_path, {"prompts": after})
 
 
+def classes_moved(teacher, student):
+    """Whose embeddings have not kept their bits."""
+    before, after = (load_file(folder / WEIGHTS) for folder in (teacher, student))
+    moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
+    return moved.nonzero().flatten().tolist()
+
+
 def test_labels_are_those_that_were_asked_for(tmp_path):
     """A class that is not drawn is not learnt: its embedding keeps its bits."""
     teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
     run(distilling(teacher, tmp_path / "run", labels=(2, 3)))
-    before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
-    moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
-    assert moved.nonzero().flatten().tolist() == [2, 3]
+    assert classes_moved(teacher, tmp_path / "run/model") == [2, 3]
 
 
 def test_some_are_told_nothing_so_that_the_student_can_be_guided(tmp_path):
     teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
     config = distilling(teacher, tmp_path / "run", labels=(2, 3), null_label=7, drop=0.5)
     run(config)
-    before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
-    moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
-    assert moved.nonzero().flatten().tolist() == [2, 3, 7]
+    assert classes_moved(teacher, tmp_path / "run/model") == [2, 3, 7]
     drawn = []
     for weight in (1.0, 4.0):
         how = {"guidance": ClassifierFree(weight=weight), "null_label": 7, "labels": (2, 3)}
@@ -105,9 +108,7 @@ def test_a_student_hears_the_classes_of_a_data_set_alone(tmp_path):
     teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
     data = column_of(tmp_path / "objects.parquet", label=[2, 5])
     run(distilling(teacher, tmp_path / "run", labels_of=data))
-    before, after = (load_file(f / WEIGHTS) for f in (teacher, tmp_path / "run/model"))
-    moved = (before["class_embedding.weight"] != after["class_embedding.weight"]).any(1)
-    assert moved.nonzero().flatten().tolist() == [2, 5]
+    assert classes_moved(teacher, tmp_path / "run/model") == [2, 5]
 
 
 def test_other_classes_of_the_same_name_are_another_run(tmp_path):

@@ -45,11 +45,6 @@ FAMILY = [
 ]
 
 
-@pytest.fixture
-def teacher(tmp_path):
-    return bare(tmp_path / "teacher", EDM)
-
-
 def started_at(model: Path) -> float:
     walk = read_walk(model)
     assert walk is not None

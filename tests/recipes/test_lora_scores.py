@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recipes.students import CLASSES, EDM, VP, WEIGHTS, bare, distilling, log_of
+from recipes.students import CLASSES, EDM, HERE, VP, WEIGHTS, bare, distilling, log_of
 from recipes.test_generators import FAMILY
 from recipes.together import distil_by_two
 from safetensors.torch import load_file
@@ -22,7 +22,6 @@ from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.sharding import Spread
-from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.models.adapters import adapter_sizes, add_adapters, load_adapters
 from stillhouse.pipelines import load_denoiser
@@ -43,13 +42,7 @@ from stillhouse.recipes.distill.told import Conditions
 from stillhouse.recipes.parts import Autoguidance, ClassifierFree
 from stillhouse.recipes.sampling import Correction, SampleRun
 
-HERE = World(0, 1, torch.device("cpu"))
 LORA = {"score": "lora", "score_rank": 2}
-
-
-@pytest.fixture
-def teacher(tmp_path):
-    return bare(tmp_path / "teacher", EDM)
 
 
 def adapting(model, out, **changes) -> DistillRun:

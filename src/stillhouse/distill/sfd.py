@@ -108,8 +108,12 @@ class SFD:
 
     def timestamps_at(self, images: int) -> int:
         """How many there are in the batch that begins with this key: the same on every process."""
-        drawn = float(keyed_uniform([images], seed=self.seed, purpose="distill/timestamps"))
-        return self.timestamps[int(drawn * len(self.timestamps))]
+        return self.timestamps[self._place_at(images)]
+
+    def _place_at(self, key: int) -> int:
+        """By chance, among the numbers of timestamps."""
+        drawn = float(keyed_uniform([key], seed=self.seed, purpose="distill/timestamps"))
+        return int(drawn * len(self.timestamps))
 
     def _timestamps_of(self, batch: Start) -> int:
         """By the first row of the whole batch: starts that come again have the same number."""
@@ -120,8 +124,7 @@ class SFD:
         # In turn: of few batches, chance might leave a number out for good. Each round begins at
         # another number: classes are dealt in turn too, and one might never hear the others.
         turn, place = divmod(first // (share * self.world.size), len(self.timestamps))
-        begin = self.timestamps.index(self.timestamps_at(turn))
-        return self.timestamps[(begin + place) % len(self.timestamps)]
+        return self.timestamps[(self._place_at(turn) + place) % len(self.timestamps)]
 
     def step(self, batch: Start, engine: Engine) -> None:
         start = batch.to(self.world.device)
