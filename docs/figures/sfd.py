@@ -48,6 +48,9 @@ def main() -> None:
     for column, (model, here) in enumerate(by_model.items()):
         long = teacher_at_length(here)
         quality = distance_of(long) if long else "FD"
+        if long:  # first, so that the axis reaches down to it
+            print(f"\nteacher, 50 steps: {frechet(long):.1f}")
+            axes[1][column].axhline(frechet(long), color=INK, linewidth=0.6)
         measured = {"distance to 50 steps": distances(here), quality: qualities(here)}
         for row, (what, found) in enumerate(measured.items()):
             print(f"\n{MODELS[model]}: {what}\n\n{table(found)}")
@@ -55,9 +58,6 @@ def main() -> None:
             axes[row][column].set_ylabel(what)
         axes[0][column].set_title(MODELS[model])
         axes[-1][column].set_xlabel("evaluations")
-        if long:
-            print(f"\nteacher, 50 steps: {frechet(long):.1f}")
-            axes[1][column].axhline(frechet(long), color=INK, linewidth=0.6)
     drawn = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat]
     shown = {name: line for pairs in drawn for line, name in pairs}
     names = [name for name, *_ in WAYS.values() if name in shown]
