@@ -30,12 +30,11 @@ from torch import nn
 from stillhouse.distill.emd import METHODS, Still, emd
 from stillhouse.distill.langevin import ChainNoise, Langevin, corrected
 from stillhouse.distill.lora_score import LoraScore
-from stillhouse.distill.matching import Matching, Within, generated, method_evaluations
+from stillhouse.distill.matching import Matching, generated, method_evaluations
 from stillhouse.distill.trajectories import Evaluations, Start, frozen
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.process import Condition, keyed_normal, keyed_uniform
-from stillhouse.process.levels import LogNormal
 from stillhouse.solvers import classifier_free
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -253,19 +252,6 @@ def test_evaluations_are_those_that_happen():
 # ---------------------------------------------------------------- levels
 
 
-def test_levels_within_ends_are_those_of_a_density_cut_off():
-    density, u = LogNormal(-1.2, 1.2), torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
-    cut = Within(density, 0.2, 1.5)
-    levels = cut.quantile(u)
-    assert 0.2 <= float(levels.min()) < float(levels.max()) <= 1.5
-    assert torch.allclose(cut.cdf(levels), u, atol=1e-9)
-    many = density.quantile(torch.linspace(0, 1, 100_001, dtype=torch.float64)[:-1])
-    kept = many[(many > 0.2) & (many < 1.5)]
-    assert float(levels.median()) == pytest.approx(float(kept.median()), rel=1e-2)
-    with pytest.raises(UserError, match="no levels"):
-        Within(density, 2.0, 1.0)
-
-
 # ---------------------------------------------------------------- trouble
 
 
@@ -436,19 +422,20 @@ def test_recomputed_activations_are_those_of_the_chain():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharding", "method", "lora", "analytic"),
+    ("sharding", "method", "lora", "analytic", "micro"),
     [
-        ("fsdp", "emd", False, True),
-        ("ddp", "emd", False, True),
-        ("fsdp", "emd", True, True),
-        ("fsdp", "sid", False, False),  # through a teacher that is sharded, too
-        ("fsdp", "sid", True, True),  # through one sharded network, as both
+        ("fsdp", "emd", False, False, 0),  # of three sharded networks
+        ("fsdp", "emd", False, False, 4),  # in ragged pieces of each process's six
+        ("ddp", "emd", False, True, 4),
+        ("fsdp", "emd", True, True, 0),
+        ("fsdp", "sid", False, False, 0),  # through a teacher that is sharded, too
+        ("fsdp", "sid", True, True, 0),  # through one sharded network, as both
     ],
 )
-def test_two_processes_equal_one(sharding, method, lora, analytic):
+def test_two_processes_equal_one(sharding, method, lora, analytic, micro):
     options = {"sharding": sharding, "method": method, "lora": lora, "analytic": analytic}
-    tests = str(SCRIPT.parents[1])
-    done = loaded.run(str(SCRIPT), json.dumps(options), processes=2, PYTHONPATH=tests)
+    words = json.dumps(options | {"micro": micro})
+    done = loaded.run(str(SCRIPT), words, processes=2, PYTHONPATH=str(SCRIPT.parents[1]))
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(numbers(json.loads(done.stdout)), alone(method, lora, analytic), 1e-5)
 

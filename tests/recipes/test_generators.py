@@ -4,10 +4,12 @@ import json
 import math
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import warm
+import yaml
 from PIL import Image
 from recipes.students import CLASSES, EDM, FLOW, VP, WEIGHTS, bare, distilling, log_of
 from safetensors.torch import load_file, save_file
@@ -15,23 +17,25 @@ from small_models import relative_error, small_unet
 
 from stillhouse.cli import main
 from stillhouse.cli.distill import method_of
+from stillhouse.cli.parse import parse
 from stillhouse.distill.langevin import ChainNoise, Langevin, corrected
 from stillhouse.engine.ema import HalfLife
-from stillhouse.engine.optimisers import AdamW
+from stillhouse.engine.optimisers import AdamW, AdamW8bit, Cosine
 from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.pipelines import load_denoiser
 from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
 from stillhouse.process import keyed_normal, starting_noise
 from stillhouse.recipes.distill import correcting
+from stillhouse.recipes.distill.cards import spell_card
 from stillhouse.recipes.distill.comparing import Comparison, energy
 from stillhouse.recipes.distill.correcting import run as correct
-from stillhouse.recipes.distill.distilling import DistillRun, lesson, run, usual
+from stillhouse.recipes.distill.distilling import DistillRun, lesson, networks, run, usual
 from stillhouse.recipes.distill.generators import GENERATORS, Emd, FDistill, ReverseKL, SidConfig
 from stillhouse.recipes.distill.lessons import Wanted
 from stillhouse.recipes.distill.methods import Sfd
 from stillhouse.recipes.distill.students import load_source, load_student
-from stillhouse.recipes.parts import Heun
+from stillhouse.recipes.parts import ClassifierFree, Heun
 from stillhouse.recipes.sampling import Correction, SampleRun
 from stillhouse.recipes.sampling import run as sample
 
@@ -126,12 +130,31 @@ def test_the_card_tells_spread_and_cost(teacher, tmp_path):
     value = found["energy"]["student"]["1"]
     assert f"nothing in common): {value:.4f}" in card
     assert "noise level 20" in card
+    assert f"Its teacher is `{teacher.name}`." in card
+    assert "base_model" not in card
     drawn = []
     for model, steps in ((tmp_path / "run/model", 1), (teacher, 6)):
         out = tmp_path / f"drawn{steps}"
         sample(SampleRun(model=str(model), steps=steps, count=6, seed=1, out=out, tensors=True))
         drawn.append(load_file(out / "tensors/000000.safetensors")["samples"])
     assert value == pytest.approx(energy(*drawn), rel=1e-3)
+
+
+def test_the_card_names_a_teacher_of_the_hub_and_the_guidance_that_was_learnt(tmp_path):
+    folder = bare(tmp_path / "teacher", EDM, **CLASSES)
+    guided = {"guidance": ClassifierFree(weight=2.5), "null_label": 7, "evaluations": "1"}
+    config = distilling(folder, tmp_path / "run", method=Emd(langevin=1), **guided)
+    run(config)
+    spread = {"student": {1: 0.5}, "teacher": 0.6}
+    counts = {"images": 8, "evaluations": 88.0, "evaluations_per_image": 11.0, "count": 4}
+    record = counts | {"spread": spread, "energy": {"student": {1: 0.1}}, "start": 20.0}
+    record |= {"preview_steps": 3, "teacher_steps": 50}
+    card = spell_card(config.model_copy(update={"model": "someone/clothes"}), record)
+    assert card.startswith("---\n")
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "someone/clothes"
+    assert "`someone/clothes`, guided (classifier-free, weight 2.5)" in card
+    exportable = config.model_copy(update={"exportable": True})
+    assert "`num_inference_steps=1`" in spell_card(exportable, record)
 
 
 def test_energy_tells_distributions_apart_and_not_samples():
@@ -178,6 +201,36 @@ def test_the_command_begins_with_the_settings_of_the_method(teacher, tmp_path, c
     kept = json.loads((tmp_path / "run/run.json").read_text())["config"]
     assert (kept["method"]["kind"], kept["method"]["langevin"]) == ("emd", 2)
     assert (kept["evaluations"], kept["optim"]["lr"]) == ("1", 2e-6)
+
+
+def test_a_variation_of_the_optimiser_keeps_the_rate_of_the_method():
+    words = ["--optim", "adamw-8bit", "--optim.eps", "1e-6"]
+    found = parse(usual("emd"), words, prog="distill").optim
+    assert found == AdamW8bit(lr=2e-6, betas=(0.0, 0.99), eps=1e-6)
+    # The schedule is another's, of which it is no variation: nothing of that stays.
+    changed = parse(usual("sfd"), ["--optim.schedule", "cosine"], prog="distill").optim
+    assert changed == AdamW(lr=5e-5, schedule=Cosine())
+
+
+def test_the_dry_run_tells_the_cost_and_writes_nothing(teacher, tmp_path, capsys):
+    words = ["distill", str(teacher), "--out", str(tmp_path / "run"), "--dry-run"]
+    main([*words, "--method", "emd", "--langevin", "4", "--images", "256000"])
+    told = capsys.readouterr().out
+    assert "method.langevin                    4\n" in told
+    assert "256000 images in 2000 steps of 128\n" in told
+    assert "23 network evaluations per image, 5.9 million in all" in told  # 4K + 7
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit):
+        main([*words, "--method", "emd", "--method.start", "1000"])
+    assert "--method.start 1000" in capsys.readouterr().err
+
+
+def test_the_dry_run_of_stages_tells_each(teacher, tmp_path, capsys):
+    words = "--dry-run --method progressive --method.first 8 --evaluations 2 --images 256"
+    main(["distill", str(teacher), "--out", str(tmp_path / "run"), *words.split()])
+    told = capsys.readouterr().out
+    assert f"then 128 images in {tmp_path}/run/2-steps" in told
+    assert "128 images in 1 steps of 128\n11 network evaluations per image, 1,408 in all" in told
 
 
 def test_settings_follow_the_method_also_in_python():
@@ -263,6 +316,34 @@ def test_samples_are_corrected_in_batches_each_by_itself(teacher, tmp_path, monk
     assert seen[1]["gap"] == pytest.approx(seen[0]["gap"], rel=1e-4)
     for name in ("moved", "stiffness"):
         assert seen[1][name] == pytest.approx(seen[0][name], rel=1e-4)
+
+
+def test_rows_before_and_after_stay_apart_where_the_last_is_short(teacher, tmp_path):
+    run(distilling(teacher, tmp_path / "run", method=Emd(langevin=1), evaluations="1", images=4))
+    how = Correction(steps=1, latent_step=0)
+    out, model = tmp_path / "out", str(tmp_path / "run/model")
+    correct(SampleRun(model=model, correct=how, count=10, batch=3, out=out, device="cpu"))
+    with Image.open(out / "correction.png") as picture:
+        found = torch.frombuffer(bytearray(picture.convert("RGB").tobytes()), dtype=torch.uint8)
+    assert picture.size == (8 * 66 + 2, 4 * 66 + 2)
+    tiles = found.view(4 * 66 + 2, -1, 3)[2:, 2:].unfold(0, 64, 66).unfold(1, 64, 66)
+    # The latent stayed, so that what is below each sample is the sample itself.
+    assert torch.equal(tiles[0], tiles[1])
+    assert torch.equal(tiles[2], tiles[3])
+    assert (tiles[2, 2:] == 255).all()  # white where there is none
+    assert not (tiles[2, :2] == 255).all()
+
+
+def test_samples_are_corrected_by_the_teacher_as_it_was_guided(tmp_path):
+    folder = bare(tmp_path / "teacher", EDM, **CLASSES)
+    guided = {"guidance": ClassifierFree(weight=3.0), "null_label": 7, "evaluations": "1"}
+    run(distilling(folder, tmp_path / "run", method=Emd(langevin=1), **guided))
+    how, found = Correction(steps=2, latent_step=0.01), []
+    for null in (None, 5):  # nobody is asked which label stands for no class
+        asked = {"model": str(tmp_path / "run/model"), "null_label": null, "count": 2}
+        correct(SampleRun(**asked, correct=how, out=tmp_path / "out", device="cpu"))
+        found.append(json.loads((tmp_path / "out/correction.json").read_text()))
+    assert found[0] == found[1]
 
 
 def test_samples_are_not_corrected_with_another_teacher(teacher, tmp_path):
@@ -355,9 +436,30 @@ def test_an_exportable_generator_is_compared_at_all_of_its_teachers_levels(teach
     assert task.student.scaling.sigma_max == 7
     assert task.score.scaling.sigma_max == 80
     assert float(task.levels.quantile(torch.tensor(1.0))) == pytest.approx(80)
-    adapted = config.model_copy(update={"adapters": 4})
-    with pytest.raises(UserError, match="leave --adapters out"):
-        lesson(adapted, source, student, walk, here)
+
+
+@pytest.mark.parametrize("scheduler", [EDM, VP, FLOW], ids=["edm", "vp", "flow"])
+def test_a_fake_score_begins_as_its_teacher_and_learns_as_its_process_does(scheduler, tmp_path):
+    teacher = bare(tmp_path / "teacher", scheduler | {"clip_sample": False})
+    config = distilling(teacher, tmp_path, method=Emd(), evaluations="1")
+    task: Any
+    source, _, _, task = networks(config, World(0, 1, torch.device("cpu")))
+    x, sigma = torch.randn(2, *source.subject.shape), torch.tensor([0.1, 6.0])
+    cond = source.subject.condition([0, 1], torch.device("cpu"))
+    with torch.no_grad():
+        found, wanted = task.score.eval()(x, sigma, cond), task.teacher(x, sigma, cond)
+    assert relative_error(found, wanted) < 1e-6
+    # 1/sigma^2 + 1/sigma_data^2, which is no other process's.
+    weight = task.objective.weight(torch.tensor([6.0]))
+    assert float(weight) == pytest.approx(1 / 36 + source.subject.scaling.sigma_data**-2)
+
+
+def test_adapters_are_refused_before_anything_is_loaded(tmp_path):
+    method, model = Emd(), str(tmp_path / "teacher")
+    bare(tmp_path / "teacher", EDM)
+    config = DistillRun(model=model, method=method, adapters=4, out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"leave --adapters out; .*--method\.score lora"):
+        run(config)
 
 
 def test_a_flow_begins_at_pure_noise_in_diffusers(tmp_path):

@@ -13,15 +13,17 @@ FLAG = re.compile(r"--method(\.kind)?(=|$)")
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.distill.distilling import run, usual
+    from stillhouse.recipes.distill.distilling import describe, run, usual
 
+    dry = "--dry-run" in words
+    words = [word for word in words if word != "--dry-run"]
     words = [re.sub(r"^--langevin(?=$|=)", "--method.langevin", word) for word in words]
     config = parse(
         usual(method_of(words)),
         words,
         prog="stillhouse distill",
         description="Distil a checkpoint into a student of few evaluations, without images. The "
-        "same command again resumes.",
+        "same command again resumes; --dry-run shows what would be done, and what it costs.",
         positional=("model",),
         examples=(
             "stillhouse distill MODEL --method sfd-v --evaluations 2..5 --out student",
@@ -29,6 +31,9 @@ def main(words: Sequence[str]) -> None:
             "stillhouse distill MODEL --method emd --langevin 8 --out generator",
         ),
     )
+    if dry:
+        print(describe(config))
+        return
     config = run(config)
     if os.environ.get("RANK", "0") == "0":
         student = config.out / "model"
@@ -47,7 +52,8 @@ def next_steps(config: "DistillRun") -> list[str]:
     student = str(config.out / "model")
     if config.adapters:  # which are no model by themselves
         return ["in Python:", *opening_adapters(config, model_folder(config.model), student)]
-    return [f"stillhouse sample {student} --out DIR"]
+    prompt = " --prompt 'WHAT TO DRAW'" if config.prompts else ""
+    return [f"stillhouse sample {student}{prompt} --out DIR"]
 
 
 def method_of(words: Sequence[str]) -> str:

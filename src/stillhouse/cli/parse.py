@@ -136,13 +136,28 @@ class _Node:
         return node.find(rest) if node and rest else node
 
     def switch(self, kind: str) -> _Node:
-        """The node with another kind, at that kind's defaults; the same kind keeps its values."""
+        """The node with another kind, at that kind's defaults; the same kind keeps its values.
+
+        A variation of the present member (its subclass, or what it is one of) keeps what differs
+        from that member's defaults: AdamW of 8 bits learns at the rate that the recipe had chosen.
+        """
         if kind not in self.kinds:
             raise ConfigError(f"{self.path}.kind got {kind!r}, {_not_among(kind, self.kinds)}.")
+        new = self.kinds[kind]
         if self.tree.get("kind") != kind:
+            varied = new is not self.cls and (
+                issubclass(new, self.cls) or issubclass(self.cls, new)
+            )
+            chosen = self._chosen() if varied else {}
+            shared = {name: chosen[name] for name in chosen if name in new.model_fields}
             self.tree.clear()
-            self.tree.update(_defaults(self.kinds[kind]) | {"kind": kind})
-        return dataclasses.replace(self, cls=self.kinds[kind])
+            self.tree.update(_defaults(new) | shared | {"kind": kind})
+        return dataclasses.replace(self, cls=new)
+
+    def _chosen(self) -> Tree:
+        """What differs from the member's defaults."""
+        usual = _defaults(self.cls)
+        return {name: value for name, value in self.tree.items() if usual.get(name) != value}
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

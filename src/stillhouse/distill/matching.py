@@ -34,34 +34,6 @@ from stillhouse.solvers.walk import level
 SCORE = "score"  # of the fake score, beside the student's `NAME`
 LARGEST = ("stiffness",)  # what is watched for its worst sample: a mean over levels would hide it
 
-# ---------------------------------------------------------------- levels and samples
-
-
-@dataclass(frozen=True)
-class Within:
-    """A density of levels between two ends, as if no level beyond them had been drawn."""
-
-    density: Density
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        first, last = self._ends()
-        if not (0 < self.low < self.high and first < last):
-            raise UserError(f"there are no levels between {self.low:g} and {self.high:g}")
-
-    def _ends(self) -> tuple[float, float]:
-        first, last = self.density.cdf(torch.tensor([self.low, self.high], dtype=torch.float64))
-        return float(first), float(last)
-
-    def quantile(self, u: Tensor) -> Tensor:
-        first, last = self._ends()
-        return self.density.quantile(first + u * (last - first)).clamp(self.low, self.high)
-
-    def cdf(self, sigma: Tensor) -> Tensor:
-        first, last = self._ends()
-        return (self.density.cdf(sigma.clamp(self.low, self.high)) - first) / (last - first)
-
 
 def generated(denoiser: Denoiser, z: Tensor, sigma: float, cond: Condition | None) -> Tensor:
     """g(z): what a generator of this start level draws, in training as in sampling."""

@@ -1,6 +1,7 @@
 """The card of a student: samples, and how far it is from its teacher beside other few steps."""
 
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stillhouse.files import write_whole
@@ -9,6 +10,7 @@ from stillhouse.pipelines.load import read_json
 from stillhouse.pipelines.save import LORA_WEIGHTS
 from stillhouse.recipes.distill.generators import Matched
 from stillhouse.recipes.distill.students import guidance_in
+from stillhouse.recipes.parts import NoGuidance
 
 if TYPE_CHECKING:
     from stillhouse.recipes.distill.distilling import DistillRun
@@ -30,18 +32,51 @@ def write_card(config: "DistillRun", record: dict[str, Any]) -> None:
 def spell_card(config: "DistillRun", record: dict[str, Any]) -> str:
     generator = isinstance(config.method, Matched)
     numbers = ", ".join(map(str, record["spread"]["student"]))
+    below = f"the student with {numbers}, from the same noise"
+    if generator:
+        below = "the generator's own samples, told the same where it is told anything"
     parts = [
-        "---\nlibrary_name: diffusers\ntags: [stillhouse, diffusion, distillation]\n---",
+        frontmatter(config),
         "# A one-step generator" if generator else "# A student of few evaluations",
         "![Samples](samples.png)",
-        f"*First row: the teacher, {record['preview_steps']} evaluations. Below: the student with "
-        f"{numbers}, from the same noise; not chosen.*",
+        f"*First row: the teacher, {record['preview_steps']} evaluations. Below: {below}; not "
+        "chosen.*",
+        tell_teacher(config),
         *(tell_generator(config, record) if generator else tell_walks(config, record)),
         f"Cost: {record['evaluations_per_image']:g} network evaluations per image, a backward pass "
-        f"counted as two, {record['evaluations'] / 1e6:.2f} million in all. The whole config is in "
+        f"counted as two, {record['evaluations'] / 1e6:.2f} million in all. Its settings are in "
         "the metadata of the weights.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def frontmatter(config: "DistillRun") -> str:
+    """With the teacher's name on the hub, if it has one."""
+    lines = ["library_name: diffusers", "tags: [stillhouse, diffusion, distillation]"]
+    if not Path(config.model).expanduser().exists():
+        lines.append(f"base_model: {config.model}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def tell_teacher(config: "DistillRun") -> str:
+    """Who it is, what it was guided by, and whether plain diffusers opens its student."""
+    place = Path(config.model).expanduser().resolve()
+    name, learnt, opened = place.name if place.exists() else config.model, "", ""
+    walk = read_walk(config.out / "model")
+    assert walk is not None  # which its exporter has written
+    guidance = guidance_in(walk)
+    if not isinstance(guidance, NoGuidance):
+        learnt = (
+            f", guided ({guidance.kind}, weight {guidance.weight:g}), which it has learnt: it "
+            "needs none at sampling"
+        )
+    if config.exportable and not config.adapters:
+        opened = (
+            f" `diffusers.DiffusionPipeline.from_pretrained` opens it; call that with "
+            f"`num_inference_steps={max(walk.evaluations)}` and, where it takes one, "
+            "`guidance_scale=1`."
+        )
+    return f"Its teacher is `{name}`{learnt}.{opened}"
 
 
 def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
@@ -138,6 +173,9 @@ def tell_generator(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         f"Spread of {record['count']} samples (standard deviation of a pixel in [-1, 1]): "
         f"{spread['student'][1]:.3f}, of the teacher's {record['teacher_steps']} steps "
         f"{spread['teacher']:.3f}. Much less than the teacher's would mean that it has lost some "
-        "of what its teacher draws; `stillhouse evaluate` measures recall. Energy coefficient of "
-        f"the two (0: the same distribution, 1: nothing in common): {energy:.4f}.",
+        "of what its teacher draws, much more that it draws what its teacher does not. Energy "
+        "coefficient of "
+        f"the two (0: the same distribution, 1: nothing in common): {energy:.4f}. Both see gross "
+        f"failures alone: generators with energies of .001 have had a quarter of their teacher's "
+        f"recall. {judged(config)[:-1]} --metrics fid,prdc` measures quality and variety.",
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from stillhouse.config import Config
 from stillhouse.distill.sfd import NAME
 from stillhouse.distill.walks import FewSteps
-from stillhouse.engine.loop import Engine
+from stillhouse.engine.loop import Engine, Task
 from stillhouse.files import write_whole
 from stillhouse.pipelines.few_steps import read_walk
 from stillhouse.process import starting_noise
@@ -100,9 +100,7 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
         how = WALKED_BY if name == GITS else solver(name)
         found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
         rows[name] = {n: apart(found[n], goal) for n in counts}
-    each = engine.task.evaluations_per_image  # type: ignore[attr-defined]
-    walks = getattr(config.method, "walks", 0) or engine.images
-    cost = each.total(config.guidance.calls, min(1.0, walks / engine.images))
+    cost = evaluations_per_image(config, engine.task)
     record = {
         measure: rows,
         "spread": spreads,
@@ -145,6 +143,13 @@ def searched(
     first = subject.scaling.start(noise, fine[0])
     found = search_grid(subject.denoiser, first, fine, [n + 1 for n in counts], cond)
     return {n: found[n + 1] for n in counts}
+
+
+def evaluations_per_image(config: "DistillRun", task: Task) -> float:
+    """Of networks, a backward pass counted as two; walks that are kept are made once."""
+    walks = getattr(config.method, "walks", 0) or config.images
+    each = task.evaluations_per_image  # type: ignore[attr-defined]
+    return each.total(config.guidance.calls, min(1.0, walks / config.images))
 
 
 def distance(found: Tensor, goal: Tensor) -> float:

@@ -35,10 +35,11 @@ COLUMNS = 8
 
 
 class Moved(NamedTuple):
-    """Samples before and after, and how their chains went."""
+    """Images before and after, and how their chains went."""
 
     before: Tensor
     after: Tensor
+    moved: Tensor  # [B] from one to the other, of states: latents where the model draws these
     gaps: Tensor  # [B, K]
     stiffness: Tensor  # [B]
 
@@ -62,8 +63,8 @@ def run(config: SampleRun) -> Path:
         if not record or not (home(config) / FOLDER).is_dir():
             raise UserError(
                 f"{config.model} is corrected with its teacher and its fake score, which are known "
-                "to the run that it came from: name RUN/model (of whole pipelines a run keeps "
-                "--method.score lora alone)"
+                "to the run that it came from: name RUN/model. Of a whole pipeline a run keeps its "
+                "score only if it was distilled with --method.score lora"
             )
         guidance = guidance_in(walk)
         taught = teacher_folder(record["config"]["model"])
@@ -72,7 +73,9 @@ def run(config: SampleRun) -> Path:
                 f"{config.model} was distilled from another teacher than is in {taught} now: bring "
                 "that one back to correct its samples"
             )
-        subject = load_subject(str(taught), replace(plain, guidance=guidance))
+        null = record["config"]["null_label"]  # of the guidance that it was taught with
+        taught_as = replace(plain, guidance=guidance, null_label=null)
+        subject = load_subject(str(taught), taught_as)
         check_level("--correct.level", config.correct.level, subject.scaling)
         teacher, score = load_score(home(config) / FOLDER, subject, guidance)
         starts = range(0, config.count, config.batch)
@@ -127,32 +130,35 @@ def walked(
     chain = Langevin(how.steps, how.noise_step, how.latent_step)
     found = corrected(generate, gap, z, eps, sigma, chain, ChainNoise(indices, config.seed))
     with torch.no_grad():
-        return Moved(generate(z), generate(found.z), found.gaps, found.stiffness)
+        states = generate(z), generate(found.z)
+    moved = root_mean_square(states[1] - states[0])
+    before, after = (student.decode(state).cpu() for state in states)
+    return Moved(before, after, moved, found.gaps, found.stiffness)
 
 
 def draw(config: SampleRun, student: Subject, found: Moved) -> Path:
-    before, after, gaps, _ = found
+    before, after, moved, gaps, _ = found
     make_folder(config.out)
     target = config.out / "correction.png"
     facts = {
         "steps": config.correct.steps,
         "level": config.correct.level,
         "gap": {"first": float(gaps[:, 0].mean()), "last": float(gaps[:, -1].mean())},
-        "moved": float(root_mean_square(after - before).mean()),
+        "moved": float(moved.mean()),
         "stiffness": float(found.stiffness.max()),
     }
     write_whole(config.out / "correction.json", (json.dumps(facts, indent=2) + "\n").encode())
     if student.toy is not None:
         backdrop = student.toy.sample(2000, torch.Generator().manual_seed(0))
-        pictures.save_points(before.cpu(), backdrop, config.out / "before.png")
-        pictures.save_points(after.cpu(), backdrop, target)
+        pictures.save_points(before, backdrop, config.out / "before.png")
+        pictures.save_points(after, backdrop, target)
         return target
-    images = [student.decode(state).cpu() for state in (before, after)]
-    rows = [
-        pictures.to_pil(image)
-        for first in range(0, config.count, COLUMNS)
-        for some in images
-        for image in some[first : first + COLUMNS]
-    ]
-    pictures.save_tiles(rows, target, columns=min(COLUMNS, config.count))
+    columns = min(COLUMNS, config.count)
+    blank = before.new_ones(before[:1].shape)  # white
+    tiles = []
+    for first in range(0, config.count, columns):
+        for images in (before, after):
+            row = images[first : first + columns]
+            tiles += [*row, *blank.expand(columns - len(row), *blank.shape[1:])]
+    pictures.save_tiles([pictures.to_pil(tile) for tile in tiles], target, columns=columns)
     return target

@@ -17,18 +17,19 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from stillhouse.config import spell_settings
 from stillhouse.distill.matching import SCORE
 from stillhouse.distill.progressive import halvings
 from stillhouse.distill.trajectories import Starts
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.ema import HalfLife
-from stillhouse.engine.loop import Engine, Hook
+from stillhouse.engine.loop import Engine, Hook, Task
 from stillhouse.engine.optimisers import AdamW, Optimiser, Steps
 from stillhouse.engine.updates import NetworkConfig
-from stillhouse.engine.world import World
+from stillhouse.engine.world import World, world
 from stillhouse.errors import UserError
 from stillhouse.process import NetworkDenoiser
-from stillhouse.recipes.distill.comparing import Comparison, compare
+from stillhouse.recipes.distill.comparing import Comparison, compare, evaluations_per_image
 from stillhouse.recipes.distill.generators import GENERATORS, Matched
 from stillhouse.recipes.distill.lessons import Lesson, Wanted
 from stillhouse.recipes.distill.methods import Method, ProgressiveConfig, Sfd, SfdV
@@ -162,17 +163,9 @@ def stages_of(config: DistillRun) -> list[DistillRun]:
 
 def distil(config: DistillRun, here: World, caught: list[int]) -> int:
     """The run of one process among all."""
-    numbers = read_evaluations(config.evaluations)
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
-        source = load_source(config, here)
-        if config.comparison.against:  # loaded at the end, but missed now
-            teacher_folder(config.comparison.against)
-        walk = plan_walk(config, source, numbers)
-        torch.manual_seed(config.seed)  # what is new in it is the same on every process
-        student = load_student(config, source, walk)
-        source = with_score(config, source, here)
-        task = config.method.task(lesson(config, source, student, walk, here))
+        source, walk, student, task = networks(config, here)
         hooks = build_hooks(config, source, student, walk)
         engine = Engine(
             task,
@@ -196,8 +189,9 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         here.first(lambda: write_record(config, parameters, origins))  # when nothing is refused
         feed = starts.feed(engine.images, config.batch, here)
         looked = [] if found else [hook for _, hook in hooks if isinstance(hook, StudentDrawer)]
+        notes = [tell_cost(config, task), *([] if found is None else found.skipped)]
         with stopping(engine, caught):
-            engine.run(feed, opening(here, [] if found is None else found.skipped), looked)
+            engine.run(feed, opening(here, notes), looked)
         if engine.stopped:
             for _, hook in hooks:
                 if not isinstance(hook, StudentDrawer):
@@ -205,6 +199,51 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         else:
             compare(config, source, engine, walk)
     return engine.images
+
+
+def networks(config: DistillRun, here: World) -> tuple[Source, FewSteps, NetworkDenoiser, Task]:
+    """The teacher, the walks to learn, the student, and the task that teaches it."""
+    numbers = read_evaluations(config.evaluations)
+    source = load_source(config, here)
+    if config.comparison.against:  # loaded at the end, but missed now
+        teacher_folder(config.comparison.against)
+    walk = plan_walk(config, source, numbers)
+    torch.manual_seed(config.seed)  # what is new in it is the same on every process
+    student = load_student(config, source, walk)
+    source = with_score(config, source, here)
+    return source, walk, student, config.method.task(lesson(config, source, student, walk, here))
+
+
+def describe(config: DistillRun) -> str:
+    """What `stillhouse distill` would do; refused is what it would refuse, nothing is written."""
+    first, *later = stages_of(config)
+    with world(config.device) as here:
+        distinct_walks(first)
+        _, _, student, task = networks(first, here)
+    parameters = sum(p.numel() for p in student.parameters())
+    steps = -(-first.images // first.batch)
+    lines = [
+        *spell_settings(config),
+        "",
+        f"a student with {parameters / 1e6:.2f}M parameters, {first.images} images in {steps} "
+        f"steps of {first.batch}",
+        tell_cost(first, task),
+        *(f"then {stage.images} images in {stage.out}" for stage in later),
+    ]
+    return "\n".join(lines)
+
+
+def tell_cost(config: DistillRun, task: Task) -> str:
+    each = evaluations_per_image(config, task)
+    return (
+        f"{each:g} network evaluations per image, {spell_count(each * config.images)} in all "
+        "(a backward pass is two)"
+    )
+
+
+def spell_count(number: float) -> str:
+    """Millions from one on."""
+    return f"{number / 1e6:,.1f} million" if number >= 1e6 else f"{number:,.0f}"
 
 
 def distinct_walks(config: DistillRun) -> int:
@@ -255,8 +294,6 @@ def lesson(
     earlier = source.subject.walk
     if earlier is not None and not isinstance(config.guidance, NoGuidance):
         raise UserError("the teacher is a student already: leave --guidance out")
-    if config.adapters and isinstance(config.method, Matched):
-        raise UserError("a one-step generator learns all of its weights: leave --adapters out")
     if isinstance(config.method, Sfd) and config.method.lpips and source.subject.codec is not None:
         raise UserError(
             "LPIPS compares images, and this model draws latents: leave --method.lpips out"

@@ -22,7 +22,7 @@ from stillhouse.distill.langevin import Bookkeeping, Langevin
 from stillhouse.distill.matching import Matching
 from stillhouse.distill.walks import FewSteps
 from stillhouse.errors import UserError
-from stillhouse.objectives.denoising import Denoising
+from stillhouse.objectives.denoising import Constants, Denoising
 from stillhouse.process import VP, NetworkDenoiser, Scaling
 from stillhouse.process.levels import LogUniform
 from stillhouse.recipes.distill.lessons import Lesson, Wanted, check_level
@@ -96,7 +96,7 @@ class Matched(Config, ABC):
             self.method(levels.sigma_max),
             levels,
             self.weighting,
-            Denoising(levels),
+            Denoising(levels, constants=Constants(lesson.process.sigma_data)),
             self.score_steps,
         )
 

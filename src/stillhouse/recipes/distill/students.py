@@ -73,6 +73,11 @@ def load_source(config: "DistillRun", here: World, like: Source | None = None) -
     if config.model.startswith("toy:"):
         raise UserError("a toy is a formula: train one (stillhouse train toy-moons), distil that")
     name = model_folder(config.model)
+    if config.adapters and isinstance(config.method, Matched):
+        raise UserError(
+            "a one-step generator learns all of its weights: leave --adapters out; what saves "
+            "memory is --method.score lora, --teacher bfloat16 and --micro-batch"
+        )
     if config.labels and config.labels_of:
         raise UserError("--labels are to be dealt, and those of a data set: leave one of them out")
     if config.label_column and not config.labels_of:

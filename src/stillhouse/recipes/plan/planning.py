@@ -5,11 +5,11 @@ only to count their classes, where the config does not say.
 """
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import nn
 
+from stillhouse.config import spell_settings
 from stillhouse.engine.loop import check_shared
 from stillhouse.engine.world import World
 from stillhouse.recipes.latents import build_codec
@@ -30,8 +30,11 @@ def describe(config: TrainRun, processes: int) -> str:
     check_coupling(config.coupling, classes=config.labelled, captions=config.captioned)
     network = shadow(config)
     count = sum(p.numel() for p in network.parameters())
-    lines = [f"{key:<34} {value}" for key, value in _flat(config.model_dump(mode="json"))]
-    lines += ["", f"{type(network.model).__name__} with {count / 1e6:.2f}M parameters"]
+    lines = [
+        *spell_settings(config),
+        "",
+        f"{type(network.model).__name__} with {count / 1e6:.2f}M parameters",
+    ]
     lines += [f"  {name:<24} {size / 1e6:8.2f}M" for name, size in sizes(network.model)]
     lines += ["", f"memory per process, of {processes}, counted without storage:"]
     found = asdict(memory(config, processes))
@@ -71,13 +74,3 @@ def memory(config: TrainRun, processes: int) -> Footprint:
     here = World(0, processes, torch.device("cpu"))
     how = config.network_config(here).spread
     return footprint(config, measure(config, how, processes), how)
-
-
-def _flat(tree: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        inner = (
-            _flat(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
-        )
-        rows += inner
-    return rows
