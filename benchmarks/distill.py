@@ -13,18 +13,19 @@ again, and a run that was broken off goes on where it was. `--plan` prints the c
 | `sfd1` ... `sfd5` | SFD, a student for each number of evaluations |
 | `sfdv` | SFD-v, one student for 2 to 5 |
 | `more` | SFD-v with four times the budget |
+| `sfd1more` | SFD at one evaluation with five times the budget |
 | `k1` | SFD at 3 evaluations with a teacher that is no finer: K = 1 |
 | `half` | progressive distillation from 16 steps: 8, 4, 2 and 1 |
 | `consistency` | consistency distillation, 1 to 5 evaluations |
 | `one` | the second stage: one evaluation from `sfdv` |
 | `halfown`, `consistencyown` | the two peers at the learning rates of their own papers |
 
-All students of a model have the same budget of network evaluations, a backward pass counted as two:
-less than a twentieth of what the teacher's training cost. `more` has more, and `one` is charged
-on top of its teacher. All but `one` keep their walks, a third of the budget, and learn from them
-again: with new walks for every lesson SFD's distance was .36 in place of .31 (emoji, 3 evaluations,
-one run each, at a learning rate of 5e-4). The stages of `half` share the budget: its student of 4
-steps has had three fifths of it.
+All students of a model have the same budget of network evaluations, a backward pass counted as
+two: less than a twentieth of what the teacher's training cost. `more` and `sfd1more` have more, and
+`one` is charged on top of its teacher. All but `one` keep their walks, a third of the budget, and
+learn from them again: with new walks for every lesson SFD's distance was .36 in place of .31
+(emoji, 3 evaluations, one run each, at a learning rate of 5e-4). The stages of `half` share the
+budget: its student of 4 steps has had three fifths of it.
 
 Measured for each number of evaluations: distance to the teacher's 50 steps from the same noise,
 also of the teacher's own solvers, and the Fréchet distance of features. A student of consistency
@@ -133,6 +134,7 @@ ARMS = {
     "sfdv": sfd(3.5, "--method sfd-v", "2..5"),
     **{f"sfd{n}": sfd(n) for n in range(1, 6)},
     "more": replace(sfd(3.5, "--method sfd-v", "2..5"), times=4),
+    "sfd1more": replace(sfd(1), times=5),
     "k1": sfd(3, "--method sfd --method.refinement 1", refinement=1),
     "half": Arm(
         f"--method progressive --method.first {2 * HALVES[0]}",

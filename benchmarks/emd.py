@@ -4,10 +4,10 @@
 
 Last line, JSON, also in results/emd.json unless --quick: `overhead` = time of an iteration on the
 Fashion-MNIST model (one update of the fake score, a chain of K = 4 steps on noise and latent, one
-update of the generator, with noise drawn, gradients clipped and weights moved) / time of the bare
-calls in it (for each step of the chain a forward of the generator, a vector-Jacobian product and
-two forwards of denoisers; a forward of the generator, and a forward and a backward of each network
-that learns), alternately in one run, median over rounds.
+update of the generator, with noise drawn, gradients clipped, weights moved and averaged) / time of
+the bare calls in it (for each step of the chain a forward of the generator, a vector-Jacobian
+product and two forwards of denoisers; a forward of the generator, and a forward and a backward of
+each network that learns), alternately in one run, median over rounds.
 
 With --memory: bytes of real tensors, network by network, with a fake score of its own and with one
 of adapters (LoRA) on the teacher; a table, and as JSON, also in results/emd_memory.json.
@@ -51,6 +51,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 HERE = World(0, 1, torch.device("cpu"))
 CLASSES, SIGMA, STEPS = 10, 20.0, 4
+AVERAGE = HalfLife(images=20_000)  # of the generator
 RANK, CHAINS = 16, (1, 4, 16)  # of adapters; steps of chains whose memory is measured
 
 
@@ -73,8 +74,9 @@ class Distilling:
         method = partial(emd, chain=Langevin(STEPS))
         task = Matching(student, score, teacher, SIGMA, HERE, method=method)
         settings = NetworkConfig(optimiser=AdamW(lr=2e-6, betas=(0.0, 0.99)), clip=1.0)
+        averaged = settings.model_copy(update={"averages": (AVERAGE,)})
         engine = Engine(
-            task, LoopConfig(batch=batch), {"student": settings, "score": settings}, HERE
+            task, LoopConfig(batch=batch), {"student": averaged, "score": settings}, HERE
         )
         starts = Starts(shape, 0, Labels(CLASSES, 0))
         return cls(engine, starts.feed(0, batch, HERE))
@@ -191,9 +193,8 @@ def measured(kind: str, batch: int) -> dict[str, dict[str, Any]]:
     student, score, teacher = networks() if kind == "full" else sharing()
     task = Matching(student, score, teacher, SIGMA, HERE)
     optimiser = AdamW(lr=2e-6, betas=(0.0, 0.99))
-    average = HalfLife(images=20_000)
     settings = {
-        "student": NetworkConfig(optimiser=optimiser, averages=(average,)),
+        "student": NetworkConfig(optimiser=optimiser, averages=(AVERAGE,)),
         "score": NetworkConfig(optimiser=optimiser),
     }
     engine = Marked(task, LoopConfig(batch=batch), settings, HERE)

@@ -4,8 +4,9 @@
 
 Targets are mixtures of Gaussians, whose denoiser is exact: `ring` (8 of them), `checkerboard`, and
 `rare` (two modes, one of which has 2% of the mass). Generator and fake score are one small network,
-trained beforehand to denoise the same target, so all arms begin alike. Every method is run for as
-many iterations as the others, and once more for as many network evaluations as EMD-8 takes.
+trained beforehand to denoise the same target, so all arms begin alike. Every method is judged twice
+on its way: after as many iterations as the others, and after as many network evaluations as EMD-8
+took for them.
 
 Results, also in results/generators/TARGET.json unless --quick, where what is done is not run again:
 per arm a value per seed of
@@ -48,12 +49,24 @@ from stillhouse.process.levels import LogUniform
 RESULTS = Path(__file__).parent / "results" / "generators"
 HERE = World(0, 1, torch.device("cpu"))
 BATCH, SEEDS, POINTS = 128, 3, 2000
-START = 3.0  # of generators: a few times the size of the targets
+START = 1.0  # of generators: about the size of the targets
 LEVELS = LogUniform(0.05, 5.0)
-RATE, SCORE_RATE = 2e-4, 1e-3
+RATE, SCORE_RATE = 3e-4, 1.5e-3
+ITERATIONS, HALF_LIFE = 800, 100  # of updates, and in updates of the average that is judged
 STEPS = (1, 2, 4, 8, 16)  # of Langevin
 HOWS = ("iterations", "evaluations")  # what all arms have as many of
 CHAIN = {"noise_step": 0.16, "latent_step": 1e-3, "stretch": 3.0}
+WIDTH, DEPTH = 128, 2
+SETTINGS = {
+    "batch": BATCH,
+    "start": START,
+    "levels": [LEVELS.sigma_min, LEVELS.sigma_max],
+    "rates": [RATE, SCORE_RATE],
+    "iterations": ITERATIONS,
+    "half_life": HALF_LIFE,
+    "chain": CHAIN,
+    "network": [WIDTH, DEPTH],
+}
 
 
 def rare() -> GaussianMixture:
@@ -77,11 +90,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few iterations of one seed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {}
-    for name in options.targets or TARGETS:
-        kept = Kept(None if options.quick else RESULTS / f"{name}.json")
-        measure(TARGETS[name](), kept, quick=options.quick)
-        found[name] = {key: value for key, value in kept.found.items() if key != "points"}
+    names = options.targets or list(TARGETS)
+    kept = {name: Kept(None if options.quick else RESULTS / f"{name}.json") for name in names}
+    for seed in range(1 if options.quick else SEEDS):
+        for name in names:
+            measure(TARGETS[name](), kept[name], seed, quick=options.quick)
+    found = {name: {key: value for key, value in each.found.items() if key != "points"}
+             for name, each in kept.items()}  # fmt: skip
     print(json.dumps({"quick": options.quick, **found}))
 
 
@@ -93,6 +108,9 @@ class Kept:
         self.found: dict[str, Any] = {}
         if file is not None and file.exists():
             self.found = json.loads(file.read_text())
+            if self.found.get("settings") != SETTINGS:
+                raise SystemExit(f"{file} was measured with other settings: remove it")
+        self.found["settings"] = SETTINGS
         self.runs: dict[str, list[dict[str, float]]] = self.found.setdefault("runs", {})
         self.points: dict[str, Any] = self.found.setdefault("points", {})
 
@@ -102,30 +120,30 @@ class Kept:
             self.file.write_text(json.dumps(self.found) + "\n")
 
 
-def measure(target: GaussianMixture, kept: Kept, *, quick: bool) -> None:
-    """All arms on one target."""
-    iterations, seeds = (4, 1) if quick else (800, SEEDS)
+def measure(target: GaussianMixture, kept: Kept, seed: int, *, quick: bool) -> None:
+    """All arms on one target, from one seed."""
+    iterations = 4 if quick else ITERATIONS
     real = target.sample(POINTS, torch.Generator().manual_seed(99))
     kept.found["floor"], kept.points["real"] = scores(target, real, 0), some(real)
-    names = [f"{name}/{how}" for name in ARMS for how in HOWS]
-    for seed in range(seeds):
-        todo = [name for name in names if len(kept.runs.get(name, [])) <= seed]
-        if not todo:
-            continue
-        network = trained(target, seed, steps=20 if quick else 3000)
-        costs = {name: task_of(target, network, m, seed).evaluations_per_image.total()
-                 for name, m in ARMS.items()}  # fmt: skip
-        for name in todo:
-            began, (arm, how) = time.perf_counter(), name.split("/")
-            share = 1 if how == "iterations" else costs["emd-8"] / costs[arm]
-            count = max(1, round(iterations * share))
-            drawn = distilled(target, network, ARMS[arm], seed, count)
-            row = scores(target, drawn, seed) | {"updates": count, "cost": costs[arm]}
-            kept.runs.setdefault(name, []).append(row)
-            if seed == 0 and how == "evaluations":
-                kept.points[arm] = some(drawn)
-            kept.write()
-            print(f"{name} {seed} {time.perf_counter() - began:.0f} s {row}", flush=True)
+    todo = [name for name in ARMS if len(kept.runs.get(f"{name}/evaluations", [])) <= seed]
+    if not todo:
+        return
+    network = trained(target, seed, steps=20 if quick else 3000)
+    costs = {name: task_of(target, network, m, seed).evaluations_per_image.total()
+             for name, m in ARMS.items()}  # fmt: skip
+    for arm in todo:
+        began = time.perf_counter()
+        equal = max(1, round(iterations * costs["emd-8"] / costs[arm]))
+        legs = dict(zip(HOWS, (iterations, equal), strict=True))
+        drawn = distilled(target, network, ARMS[arm], seed, set(legs.values()))
+        for how, count in legs.items():
+            row = scores(target, drawn[count], seed) | {"updates": count, "cost": costs[arm]}
+            kept.runs.setdefault(f"{arm}/{how}", []).append(row)
+            print(f"{arm}/{how} {seed} {row}", flush=True)
+        if seed == 0:
+            kept.points[arm] = some(drawn[equal])
+        kept.write()
+        print(f"{arm} {seed} {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def some(points: Tensor) -> list[list[float]]:
@@ -139,7 +157,9 @@ def some(points: Tensor) -> list[list[float]]:
 def trained(target: GaussianMixture, seed: int, *, steps: int) -> NetworkDenoiser:
     """The network that generators and fake scores begin as: it has learnt to denoise."""
     torch.manual_seed(seed)
-    network = NetworkDenoiser(DiffusersNetwork(PlaneNetwork(width=64, depth=2)), EDM(), "edm")
+    network = NetworkDenoiser(
+        DiffusersNetwork(PlaneNetwork(width=WIDTH, depth=DEPTH)), EDM(), "edm"
+    )
     objective, draws = Denoising(LEVELS), Draws(seed, "generators")
     optimiser = torch.optim.Adam(network.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
@@ -162,23 +182,29 @@ def task_of(target: GaussianMixture, network: nn.Module, method: Method, seed: i
 
 
 def distilled(
-    target: GaussianMixture, network: nn.Module, method: Method, seed: int, iterations: int
-) -> Tensor:
-    """Points of the averaged generator."""
+    target: GaussianMixture, network: nn.Module, method: Method, seed: int, counts: set[int]
+) -> dict[int, Tensor]:
+    """Points of the averaged generator after each of these counts of iterations."""
     task = task_of(target, network, method, seed)
-    config = LoopConfig(images=iterations * BATCH, batch=BATCH, seed=seed, log_every=10**9)
-    average = HalfLife(images=50 * BATCH, ramp=0)
+    config = LoopConfig(images=max(counts) * BATCH, batch=BATCH, seed=seed, log_every=10**9)
+    average = HalfLife(images=HALF_LIFE * BATCH, ramp=0)
+    z = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(1000 + seed))
+    found = dict[int, Tensor]()
 
     def settings(rate: float, *averages: HalfLife) -> NetworkConfig:
         optimiser = AdamW(lr=rate, betas=(0.0, 0.99))
         return NetworkConfig(optimiser=optimiser, clip=1e3, averages=averages)
 
+    def look(engine: Engine) -> None:
+        count = engine.images // BATCH
+        if count in counts:
+            with engine.networks[NAME].evaluating(average.name) as denoiser:
+                found[count] = generated(denoiser, z, START, None)  # type: ignore[arg-type]
+
     networks = {NAME: settings(RATE, average), SCORE: settings(SCORE_RATE)}
-    engine = Engine(task, config, networks, HERE)
+    engine = Engine(task, config, networks, HERE, hooks=[(BATCH, look)])
     engine.run(Starts((2,), seed).feed(0, BATCH, HERE))
-    z = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(1000 + seed))
-    with engine.networks[NAME].evaluating(average.name) as denoiser:
-        return generated(denoiser, z, START, None)  # type: ignore[arg-type]
+    return found
 
 
 # ---------------------------------------------------------------- scores

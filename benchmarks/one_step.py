@@ -1,4 +1,4 @@
-"""One-step generators of the Fashion-MNIST reference model, at equal cost: small scale.
+"""One-step generators of the Fashion-MNIST reference model, and students of walks: small scale.
 
     STILLHOUSE_DATA=../shared/data STILLHOUSE_WEIGHTS=../shared/weights \\
         python benchmarks/one_step.py [NAME ...] [--plan] [--work runs/distill]
@@ -9,16 +9,17 @@ and a run that was broken off goes on where it was. `--plan` prints the commands
 | arm | what |
 |---|---|
 | `teacher` | the teacher with 50 steps |
+| `sfd1` | SFD's student of one step, with the budget of a generator (165,000) |
 | `sfdv` | SFD-v's student with 2 to 5 steps (benchmarks/distill.py has the same) |
-| `second` | the same, taught to take one step (benchmarks/distill.py has the same) |
+| `second` | the same, taught to take one step (likewise) |
 | `instruct` | Diff-Instruct |
 | `emd4`, `emd8`, `emd16` | EM distillation with so many Langevin steps |
 | `full8` | EMD-8 whose generator learns the noise of the chain too, which EMD cancels |
 
 The generators are judged twice: after the same number of updates, and after the same number of
-network evaluations, a backward pass counted as two. The second stage has its own, a fifth of them,
-on top of its teacher's. Measured on samples: Fréchet and kernel distance, precision and recall,
-density and coverage.
+network evaluations, a backward pass counted as two. SFD-v has a fifth of them, the second stage as
+many on top of its teacher's. Measured on samples: Fréchet and kernel distance, precision and
+recall, density and coverage.
 """
 
 import json
@@ -43,7 +44,9 @@ GENERATORS = {
     **{f"emd{k}": (f"--method emd --langevin {k}", 4 * k + 7) for k in (4, 8, 16)},
     "full8": ("--method emd --langevin 8 --method.bookkeeping full", 4 * 8 + 7),
 }
-PLAN = [f"{arm}-{seed}" for seed in range(SEEDS) for arm in ("sfdv", "second", *GENERATORS)]
+# Of walks: which student of benchmarks/distill.py it is, and the steps that it is judged at.
+STUDENTS = {"sfd1": ("sfd1more", "1"), "sfdv": ("sfdv", "2 3 4 5"), "second": ("one", "1")}
+PLAN = [f"{arm}-{seed}" for seed in range(SEEDS) for arm in (*STUDENTS, *GENERATORS)]
 Commands = Iterator[tuple[Path, list[str]]]
 
 
@@ -61,12 +64,13 @@ def commands(name: str, work: Path) -> Commands:
         long = "--solvers dpmpp-3m --steps 50 --lower-order-final false"
         yield judging(TEACHER, run / "judged", long)
     else:
-        made, steps = f"fashion-sfdv-{seed}", "--steps 2 3 4 5"
-        yield distill.distilling(made, work, str(TEACHER))
+        student, steps = STUDENTS[arm]
+        made, teacher = f"fashion-{student}-{seed}", TEACHER
         if arm == "second":
-            taught, made, steps = made, f"fashion-one-{seed}", "--steps 1"
-            yield distill.distilling(made, work, str(work / taught))
-        yield judging(work / made / "model", run / "judged", steps)
+            teacher = work / f"fashion-sfdv-{seed}"
+            yield distill.distilling(teacher.name, work, str(TEACHER))
+        yield distill.distilling(made, work, str(teacher))
+        yield judging(work / made / "model", run / "judged", f"--steps {steps}")
 
 
 def generating(arm: str, seed: str, run: Path) -> Commands:

@@ -17,6 +17,7 @@ from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "one_step"
 ARMS = {
     "teacher": ("teacher, 50 steps", INK),
+    "sfd1": ("SFD", BLUE),
     "sfdv": ("SFD-v", BLUE),
     "second": ("SFD's second stage", BLUE),
     "instruct": ("Diff-Instruct", ORANGE),

@@ -15,7 +15,12 @@ from style import BLUE, GREY, HERE, INK, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "generators"
 TARGETS = {"ring": "8 Gaussians", "checkerboard": "checkerboard", "rare": "a mode of 2%"}
-SCORES = {"modes": "modes kept", "density": "density error", "recall": "recall"}
+SCORES = {
+    "modes": "modes kept",
+    "density": "density error",
+    "recall": "recall",
+    "precision": "precision",
+}
 HOWS = {"evaluations": "equal network evaluations", "iterations": "equal iterations"}
 REACH = 1.6
 
@@ -54,7 +59,8 @@ def scatter(axis: Any, points: list[list[float]], colour: str) -> None:
 
 def table(found: dict[str, Any], how: str) -> str:
     """Means and standard deviations over seeds; last what as many real points score."""
-    lines = ["| | updates | " + " | ".join(SCORES.values()) + " |", "|---|---|" + "---|" * 3]
+    heads = ["", "updates", *SCORES.values()]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, runs in found["runs"].items():
         arm, of = name.split("/")
         if of == how:

@@ -176,6 +176,16 @@ def test_a_lost_mode_is_seen(generators):
     assert found["recall"] > 0.9
 
 
+def test_results_of_other_settings_are_not_gone_on_with(generators, tmp_path):
+    kept = generators.Kept(tmp_path / "ring.json")
+    kept.write()
+    assert generators.Kept(tmp_path / "ring.json").found == kept.found
+    kept.found["settings"] = generators.SETTINGS | {"start": 3.0}
+    kept.write()
+    with pytest.raises(SystemExit, match="other settings"):
+        generators.Kept(tmp_path / "ring.json")
+
+
 def test_squares_of_the_checkerboard_are_its_modes(generators):
     target = generators.TARGETS["checkerboard"]()
     points = target.sample(4000, torch.Generator().manual_seed(0))
