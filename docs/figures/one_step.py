@@ -12,7 +12,7 @@ from collections import defaultdict
 from statistics import fmean
 from typing import Any
 
-from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
+from style import BLUE, GREY, HERE, INK, ORANGE, logarithmic, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "one_step"
 ARMS = {
@@ -25,12 +25,15 @@ ARMS = {
     "emd8": ("EMD-8", ORANGE),
     "emd16": ("EMD-16", ORANGE),
     "full8": ("EMD-8, noise not cancelled", INK),
+    "emd8low": ("EMD-8, rate 3e-5", GREY),
+    "full8low": ("EMD-8, noise not cancelled, rate 3e-5", GREY),
 }
 SHARES = ("precision", "recall", "density", "coverage")
 EQUAL = {"evaluations": "equal network evaluations", "updates": "equal updates"}
 
 Row = tuple[str, int]  # an arm and its evaluations per image
 Found = dict[Row, dict[str, list[float]]]  # measure -> a number for each seed
+PAID = "paid"  # beside the measures: network evaluations that training took, in thousands
 
 
 def main() -> None:
@@ -71,8 +74,11 @@ def measured(runs: list[dict[str, Any]], equal: str) -> Found:
     for arm in ARMS:
         for run in (run for run in runs if run["arm"] == arm):
             for row in judged(run, equal):
+                here = found[arm, row["steps"]]
+                share = row["images"] / run["images"] if "legs" in run else 1
+                here[PAID].append(share * run.get("evaluations", 0) / 1e3)
                 for key, values in row["values"].items():  # of the evaluation's own seeds
-                    found[arm, row["steps"]][key].append(fmean(values))
+                    here[key].append(fmean(values))
     return found
 
 
@@ -84,12 +90,14 @@ def spot(axis: Any, x: list[float], y: list[float], colour: str) -> None:
 def table(found: Found, floor: dict[str, float]) -> list[str]:
     """Means, with the standard deviation where there are several seeds; last real images."""
     keys = [key for key in floor if key[:2] in ("FD", "KD")] + list(SHARES)
-    heads = ["", "evaluations", *keys]
+    heads = ["", "evaluations", "thousands to train", *keys]
     lines = ["|" + "".join(f" {head} |" for head in heads), "|" + "---|" * len(heads)]
     for (arm, evaluations), values in found.items():
-        cells = [ARMS[arm][0], str(evaluations), *(spell(values[k], digits(k)) for k in keys)]
+        paid = f"{fmean(values[PAID]):.0f}" if any(values[PAID]) else ""
+        cells = [ARMS[arm][0], str(evaluations), paid]
+        cells += [spell(values[k], digits(k)) for k in keys]
         lines.append("|" + "".join(f" {cell} |" for cell in cells))
-    cells = ["real images", "", *(f"{floor[key]:.{digits(key)}f}" for key in keys)]
+    cells = ["real images", "", "", *(f"{floor[key]:.{digits(key)}f}" for key in keys)]
     return [*lines, "|" + "".join(f" {cell} |" for cell in cells)]
 
 

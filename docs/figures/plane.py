@@ -3,8 +3,8 @@
 python docs/figures/plane.py
 
 One-step generators in the plane, from benchmarks/results/generators: points of every method's
-first seed, at equal network evaluations, beside the target's; below each the share of modes that
-it kept and its recall, means over seeds.
+first seed, at equal network evaluations, beside the target's; below each the density error and the
+recall, means over seeds.
 """
 
 import json
@@ -21,16 +21,16 @@ SCORES = {
     "recall": "recall",
     "precision": "precision",
 }
-HOWS = {"evaluations": "equal network evaluations", "iterations": "equal iterations"}
+BRIEF = ("density", "modes")
 REACH = 1.6
 
 
 def main() -> None:
     found = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
-    for how, title in HOWS.items():
-        for target in filter(found.get, TARGETS):
-            print(f"\n{TARGETS[target]}, {title}\n\n{table(found[target], how)}")
     here = [target for target in TARGETS if target in found]
+    for target in here:
+        print(f"\n{TARGETS[target]}, equal network evaluations\n\n{table(found[target])}")
+    print(f"\nequal iterations\n\n{errors([found[target] for target in here], here)}")
     arms = [arm for arm in found[here[0]]["points"] if arm != "real"]
     plt = plots()
     size = (1.15 * (len(arms) + 1), 1.45 * len(here))
@@ -41,11 +41,11 @@ def main() -> None:
         for axis, arm in zip(row[1:], arms, strict=True):
             scatter(axis, found[target]["points"][arm], BLUE)
             runs = found[target]["runs"][f"{arm}/evaluations"]
-            modes, recall = (fmean(run[key] for run in runs) for key in ("modes", "recall"))
-            axis.set_xlabel(f"{modes:.2f}   {recall:.2f}", fontsize=7)
+            error, recall = (fmean(run[key] for run in runs) for key in ("density", "recall"))
+            axis.set_xlabel(f"{error:.2f}   {recall:.2f}", fontsize=7)
     for axis, name in zip(axes[0], ["target", *arms], strict=True):
         axis.set_title(name, fontsize=8)
-    axes[0][0].set_xlabel("modes   recall", fontsize=7)
+    axes[0][0].set_xlabel("error   recall", fontsize=7)
     figure.tight_layout(pad=0.4)
     figure.savefig(HERE / "plane.png")
 
@@ -57,17 +57,30 @@ def scatter(axis: Any, points: list[list[float]], colour: str) -> None:
         side.set_color(GREY)
 
 
-def table(found: dict[str, Any], how: str) -> str:
-    """Means and standard deviations over seeds; last what as many real points score."""
+def table(found: dict[str, Any]) -> str:
+    """At equal evaluations: means, standard deviations over seeds; last as many real points."""
     heads = ["", "updates", *SCORES.values()]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, runs in found["runs"].items():
         arm, of = name.split("/")
-        if of == how:
+        if of == "evaluations":
             cells = [spell([run[key] for run in runs], 2) for key in SCORES]
             lines.append(f"| {arm} | {runs[0]['updates']} | " + " | ".join(cells) + " |")
     floor = " | ".join(f"{found['floor'][key]:.2f}" for key in SCORES)
     return "\n".join([*lines, f"| real points | | {floor} |"])
+
+
+def errors(found: list[dict[str, Any]], targets: list[str]) -> str:
+    """At equal iterations: the density error on each target, and the share of modes kept."""
+    heads = ["", *(f"{TARGETS[target]}: {SCORES[key]}" for target in targets for key in BRIEF)]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for name in found[0]["runs"]:
+        arm, of = name.split("/")
+        if of == "iterations":
+            cells = [spell([run[k] for run in f["runs"][name]], 2) for f in found for k in BRIEF]
+            lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    floor = " | ".join(f"{f['floor'][key]:.2f}" for f in found for key in BRIEF)
+    return "\n".join([*lines, f"| real points | {floor} |"])
 
 
 if __name__ == "__main__":
