@@ -53,12 +53,15 @@ def main() -> None:
         axis.set_xticks([1, 2, 3, 4, 5, 50], ["1", "2", "3", "4", "5", "50"], minor=False)
         axis.minorticks_off()
     logarithmic(left)
-    for (arm, evaluations), values in found.items():
-        if evaluations in (1, 50):
-            name, colour = ARMS[arm]
-            spot(right, values["recall"], values["precision"], colour)
-            where = (fmean(values["recall"]), fmean(values["precision"]))
-            right.annotate(name, where, xytext=(5, 5), textcoords="offset points", fontsize=7.5)
+    fewest = dict(reversed(found))
+    for arm, evaluations in fewest.items():
+        tell(left, arm, (evaluations, fmean(found[arm, evaluations][distance])))
+    ones = [row for row in found if row[1] in (1, 50)]
+    ones.sort(key=lambda row: fmean(found[row]["recall"]))
+    for place, row in enumerate(ones):  # names above and below in turn, or near ones would overlap
+        recall, precision = found[row]["recall"], found[row]["precision"]
+        spot(right, recall, precision, ARMS[row[0]][1])
+        tell(right, row[0], (fmean(recall), fmean(precision)), 5 - 14 * (place % 2))
     right.set(xlabel="recall", ylabel="precision", title="one evaluation, and the teacher")
     right.margins(0.2)
     figure.savefig(HERE / "one_step.png")
@@ -85,6 +88,13 @@ def measured(runs: list[dict[str, Any]], equal: str) -> Found:
 def spot(axis: Any, x: list[float], y: list[float], colour: str) -> None:
     axis.plot(x, y, ".", color=colour, markersize=4)
     axis.plot(fmean(x), fmean(y), "o", color=colour, markersize=7, fillstyle="none")
+
+
+def tell(axis: Any, arm: str, where: tuple[float, float], height: float = -3) -> None:
+    """Its name, beside the circle on the side where there is room."""
+    side = -7 if arm == "teacher" else 7
+    how = {"textcoords": "offset points", "fontsize": 7.5, "ha": "right" if side < 0 else "left"}
+    axis.annotate(ARMS[arm][0], where, xytext=(side, height), **how)
 
 
 def table(found: Found, floor: dict[str, float]) -> list[str]:
