@@ -443,7 +443,7 @@ def test_a_fake_score_begins_as_its_teacher_and_learns_as_its_process_does(sched
     teacher = bare(tmp_path / "teacher", scheduler | {"clip_sample": False})
     config = distilling(teacher, tmp_path, method=Emd(), evaluations="1")
     task: Any
-    source, _, _, task = networks(config, World(0, 1, torch.device("cpu")))
+    source, _, _, task = networks(config, (1,), World(0, 1, torch.device("cpu")))
     x, sigma = torch.randn(2, *source.subject.shape), torch.tensor([0.1, 6.0])
     cond = source.subject.condition([0, 1], torch.device("cpu"))
     with torch.no_grad():

@@ -163,9 +163,10 @@ def stages_of(config: DistillRun) -> list[DistillRun]:
 
 def distil(config: DistillRun, here: World, caught: list[int]) -> int:
     """The run of one process among all."""
+    numbers = read_evaluations(config.evaluations)  # or there is no run, and no folder of it
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
-        source, walk, student, task = networks(config, here)
+        source, walk, student, task = networks(config, numbers, here)
         hooks = build_hooks(config, source, student, walk)
         engine = Engine(
             task,
@@ -201,9 +202,10 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
     return engine.images
 
 
-def networks(config: DistillRun, here: World) -> tuple[Source, FewSteps, NetworkDenoiser, Task]:
+def networks(
+    config: DistillRun, numbers: tuple[int, ...], here: World
+) -> tuple[Source, FewSteps, NetworkDenoiser, Task]:
     """The teacher, the walks to learn, the student, and the task that teaches it."""
-    numbers = read_evaluations(config.evaluations)
     source = load_source(config, here)
     if config.comparison.against:  # loaded at the end, but missed now
         teacher_folder(config.comparison.against)
@@ -219,7 +221,7 @@ def describe(config: DistillRun) -> str:
     first, *later = stages_of(config)
     with world(config.device) as here:
         distinct_walks(first)
-        _, _, student, task = networks(first, here)
+        _, _, student, task = networks(first, read_evaluations(first.evaluations), here)
     parameters = sum(p.numel() for p in student.parameters())
     steps = -(-first.images // first.batch)
     lines = [
