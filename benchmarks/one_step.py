@@ -1,10 +1,11 @@
-"""One-step generators of the Fashion-MNIST reference model, and students of walks: small scale.
+"""One-step generators of the reference models of images, and students of walks: small scale.
 
     STILLHOUSE_DATA=../shared/data STILLHOUSE_WEIGHTS=../shared/weights \\
         python benchmarks/one_step.py [NAME ...] [--plan] [--work runs/distill]
 
-A name is ARM-SEED, or the beginning of one. What has a file in results/one_step is not run again,
-and a run that was broken off goes on where it was. `--plan` prints the commands.
+A name is MODEL-ARM-SEED, of fashion or cifar10, or the beginning of one. What has a file in
+results/one_step is not run again, and a run that was broken off goes on where it was. `--plan`
+prints the commands.
 
 | arm | what |
 |---|---|
@@ -33,7 +34,7 @@ import distill
 from experiments import read_lines, work_through
 
 RESULTS = Path(__file__).parent / "results" / "one_step"
-TEACHER = distill.ROOT / "reference/fashion"
+MODELS = ("fashion", "cifar10")
 SEEDS, SAMPLES = 2, 1000
 BUDGET, UPDATES, BATCH = 160_000, 256, 16
 # Levels from where images are all but clean to where their classes are no longer told apart.
@@ -53,47 +54,55 @@ GENERATORS |= LOW
 # Of walks: which student of benchmarks/distill.py it is, and the steps that it is judged at.
 STUDENTS = {"sfd1": ("sfd1more", "1"), "sfdv": ("sfdv", "2 3 4 5"), "second": ("one", "1")}
 PLAN = [
-    f"{arm}-{seed}"
+    f"{model}-{arm}-{seed}"
     for seed in range(SEEDS)
-    for arm in (*STUDENTS, *GENERATORS)
-    if seed == 0 or arm not in LOW
+    for model in MODELS
+    for arm in ("teacher", *STUDENTS, *GENERATORS)
+    if seed == 0 or arm not in ("teacher", *LOW)
 ]
+JUDGED = f"judged-{SAMPLES}"  # of students of walks; `judged` is that of benchmarks/distill.py
 Commands = Iterator[tuple[Path, list[str]]]
 
 
 def main() -> None:
-    work_through(__doc__, ["teacher-0", *PLAN], commands, summary, RESULTS, drawn)
+    work_through(__doc__, PLAN, commands, summary, RESULTS, drawn)
 
 
 def commands(name: str, work: Path) -> Commands:
     """The generator, and its samples judged."""
-    arm, seed = name.split("-")
-    run = work / name
+    model, arm, seed = distill.taken_apart(name)
+    run, teacher = work / name, reference(model)
     if arm in GENERATORS:
-        yield from generating(arm, seed, run)
+        yield from generating(name, run)
     elif arm == "teacher":
-        long = "--solvers dpmpp-3m --steps 50 --lower-order-final false"
-        yield judging(TEACHER, run / "judged", long)
+        lowered = str(distill.MODELS[model].lowered).lower()
+        long = f"--solvers dpmpp-3m --steps 50 --lower-order-final {lowered}"
+        yield judging(model, teacher, run / JUDGED, long)
     else:
         student, steps = STUDENTS[arm]
-        made, teacher = f"fashion-{student}-{seed}", TEACHER
+        made = f"{model}-{student}-{seed}"
         if arm == "second":
-            teacher = work / f"fashion-sfdv-{seed}"
-            yield distill.distilling(teacher.name, work, str(TEACHER))
+            teacher = work / f"{model}-sfdv-{seed}"
+            yield distill.distilling(teacher.name, work, str(reference(model)))
         yield distill.distilling(made, work, str(teacher))
-        yield judging(work / made / "model", run / "judged", f"--steps {steps}")
+        yield judging(model, work / made / "model", run / JUDGED, f"--steps {steps}")
 
 
-def generating(arm: str, seed: str, run: Path) -> Commands:
+def generating(name: str, run: Path) -> Commands:
     """In legs, each judged: the state of a run after some updates is that of a shorter run."""
+    model, arm, seed = distill.taken_apart(name)
     method, _ = GENERATORS[arm]
-    words = f"distill {TEACHER} {distill.MODELS['fashion'].flags} {LEARNING} {AVERAGE} {method}"
-    words += f" --batch {BATCH} --log-every {10 * BATCH} --checkpoint-every 1600 --seed {seed}"
-    words += f" --preview.every 2048 --comparison.count 128 --out {run}"
+    words = f"distill {reference(model)} {distill.MODELS[model].flags} {LEARNING} {AVERAGE}"
+    words += f" {method} --batch {BATCH} --log-every {10 * BATCH} --checkpoint-every 1600"
+    words += f" --seed {seed} --preview.every 2048 --comparison.count 128 --out {run}"
     for images in sorted(set(legs(arm).values())):
         out = run / f"judged-{images}"
         yield out / "evaluation.json", shlex.split(f"{words} --images {images}")
-        yield judging(run / "model", out, "--steps 1")
+        yield judging(model, run / "model", out, "--steps 1")
+
+
+def reference(model: str) -> Path:
+    return distill.ROOT / "reference" / model
 
 
 def legs(arm: str) -> dict[str, int]:
@@ -102,16 +111,16 @@ def legs(arm: str) -> dict[str, int]:
     return {"updates": UPDATES * BATCH, "evaluations": BUDGET // each // BATCH * BATCH}
 
 
-def judging(model: Path, out: Path, steps: str) -> tuple[Path, list[str]]:
-    flags = f"{distill.MODELS['fashion'].judge} --metrics fid,kid,prdc --count {SAMPLES} {steps}"
-    return out / "evaluation.json", shlex.split(f"evaluate {model} {flags} --out {out}")
+def judging(model: str, denoiser: Path, out: Path, steps: str) -> tuple[Path, list[str]]:
+    flags = f"{distill.MODELS[model].judge} --metrics fid,kid,prdc --count {SAMPLES} {steps}"
+    return out / "evaluation.json", shlex.split(f"evaluate {denoiser} {flags} --out {out}")
 
 
 def summary(name: str, run: Path) -> dict[str, Any]:
-    arm, seed = name.split("-")
-    record: dict[str, Any] = {"arm": arm, "seed": int(seed)}
+    model, arm, seed = distill.taken_apart(name)
+    record: dict[str, Any] = {"model": model, "arm": arm, "seed": seed}
     if arm not in GENERATORS:
-        return record | {"judged": distill.judged(run / "judged"), "evaluations": paid(arm, run)}
+        return record | {"judged": distill.judged(run / JUDGED), "evaluations": paid(name, run)}
     found = json.loads((run / "comparison.json").read_text())
     watched = [
         {k: v for k, v in line.items() if k == "images" or k.startswith("watch/")}
@@ -128,17 +137,18 @@ def summary(name: str, run: Path) -> dict[str, Any]:
     }
 
 
-def paid(arm: str, run: Path) -> float:
+def paid(name: str, run: Path) -> float:
     """Network evaluations of a student of walks, and of its own teacher where that is one."""
+    model, arm, seed = distill.taken_apart(name)
     taught = {"teacher": (), "second": ("sfdv", "one")}.get(arm, STUDENTS.get(arm, ())[:1])
-    seed = run.name.split("-")[1]
-    files = [run.parent / f"fashion-{student}-{seed}/comparison.json" for student in taught]
+    files = [run.parent / f"{model}-{student}-{seed}/comparison.json" for student in taught]
     return sum(json.loads(file.read_text())["evaluations"] for file in files)
 
 
 def drawn(run: Path) -> Path:
-    previews = sorted(run.glob("samples/*.png"))
-    return previews[-1] if previews else run / "judged/evaluation.png"
+    if distill.taken_apart(run.name)[1] in GENERATORS:
+        return max(run.glob("samples/*.png"))
+    return run / JUDGED / "evaluation.png"
 
 
 if __name__ == "__main__":

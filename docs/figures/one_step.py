@@ -2,9 +2,10 @@
 
 python docs/figures/one_step.py
 
-Students of the Fashion-MNIST model beside its 50 steps, from benchmarks/results/one_step: quality
-and variety against evaluations per image, and both against each other for one evaluation. A circle
-is the mean over seeds, a dot a run; generators after as many network evaluations as each other.
+Students of the reference models beside their 50 steps, from benchmarks/results/one_step, a row for
+each model: quality and variety against evaluations per image, and both against each other for one
+evaluation. A circle is the mean over seeds, a dot a run; generators after as many network
+evaluations as each other.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 from style import BLUE, GREY, HERE, INK, ORANGE, logarithmic, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "one_step"
+MODELS = {"fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 ARMS = {
     "teacher": ("teacher, 50 steps", INK),
     "sfd1": ("SFD", BLUE),
@@ -37,14 +39,28 @@ PAID = "paid"  # beside the measures: network evaluations that training took, in
 
 
 def main() -> None:
-    runs = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
-    floor = judged(runs[0], "evaluations")[0]["floor"]
-    for equal, title in EQUAL.items():
-        print(f"\n{title}\n\n" + "\n".join(table(measured(runs, equal), floor)))
-    found = measured(runs, "evaluations")
-    distance = next(name for name in floor if name.startswith("FD"))
+    runs = defaultdict[str, list[dict[str, Any]]](list)
+    for file in sorted(RESULTS.glob("*.json")):
+        run = json.loads(file.read_text())
+        runs[run["model"]].append(run)
+    here = [model for model in MODELS if model in runs]
+    for model in here:
+        for equal, title in EQUAL.items():
+            rows = table(measured(runs[model], equal), floor_of(runs[model]))
+            print(f"\n{MODELS[model]}, {title}\n\n" + "\n".join(rows))
     plt = plots()
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    size = (12, 3.8 * len(here))
+    figure, axes = plt.subplots(len(here), 3, figsize=size, layout="constrained", squeeze=False)
+    for model, row in zip(here, axes, strict=True):
+        distance = next(name for name in floor_of(runs[model]) if name.startswith("FD"))
+        panels(row, measured(runs[model], "evaluations"), distance)
+        row[0].set_title(MODELS[model], loc="left")
+    figure.savefig(HERE / "one_step.png")
+
+
+def panels(axes: Any, found: Found, distance: str) -> None:
+    """One model."""
+    left, middle, right = axes
     for axis, key in ((left, distance), (middle, "recall")):
         for (arm, evaluations), values in found.items():
             spot(axis, [evaluations] * len(values[key]), values[key], ARMS[arm][1])
@@ -64,7 +80,11 @@ def main() -> None:
         tell(right, row[0], (fmean(recall), fmean(precision)), 5 - 14 * (place % 2))
     right.set(xlabel="recall", ylabel="precision", title="one evaluation, and the teacher")
     right.margins(0.2)
-    figure.savefig(HERE / "one_step.png")
+
+
+def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """What real images score."""
+    return judged(runs[0], "evaluations")[0]["floor"]
 
 
 def judged(run: dict[str, Any], equal: str) -> list[dict[str, Any]]:
