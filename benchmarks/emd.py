@@ -42,7 +42,7 @@ from stillhouse.engine.ema import HalfLife
 from stillhouse.engine.loop import Engine, LoopConfig
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.updates import NetworkConfig
-from stillhouse.engine.world import World
+from stillhouse.engine.world import World, world
 from stillhouse.models.adapters import add_adapters
 from stillhouse.pipelines import load_denoiser
 from stillhouse.process import Condition
@@ -119,8 +119,8 @@ class Bare:
         return denoiser(x, self.sigma, self.cond)
 
     def _learnt(self, denoiser: Any, x: torch.Tensor) -> None:
-        denoiser.zero_grad()  # adding to the last gradient would be work that no iteration does
         denoiser(x, self.sigma, self.cond).square().sum().backward()
+        denoiser.zero_grad()  # as the engine does: a gradient that is kept takes memory from others
 
 
 def main() -> None:
@@ -133,7 +133,8 @@ def main() -> None:
         result = {"quick": quick, **memory(2 if quick else 8)}
         print(table(result))
     else:
-        result = {"quick": quick, **overhead(4 if quick else 32, 2 if quick else 15)}
+        with world("cpu"):  # which also sets how memory is kept, as in every run
+            result = {"quick": quick, **overhead(4 if quick else 32, 2 if quick else 15)}
     result |= {"cores": os.cpu_count(), "torch": torch.__version__}
     if not quick:
         RESULTS.mkdir(exist_ok=True)

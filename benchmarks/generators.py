@@ -52,7 +52,10 @@ BATCH, SEEDS, POINTS = 128, 3, 2000
 START = 1.0  # of generators: about the size of the targets
 LEVELS = LogUniform(0.05, 5.0)
 RATE, SCORE_RATE = 3e-4, 1.5e-3
-ITERATIONS, HALF_LIFE = 800, 100  # of updates, and in updates of the average that is judged
+ITERATIONS = 800
+# Of what is judged the half-life is a share of the run so far: with a fixed one a short run would
+# be judged by weights of long ago, and those of long chains are short at equal evaluations.
+AVERAGE = HalfLife(images=1e9, ramp=0.1)
 STEPS = (1, 2, 4, 8, 16)  # of Langevin
 HOWS = ("iterations", "evaluations")  # what all arms have as many of
 CHAIN = {"noise_step": 0.16, "latent_step": 1e-3, "stretch": 3.0}
@@ -63,7 +66,7 @@ SETTINGS = {
     "levels": [LEVELS.sigma_min, LEVELS.sigma_max],
     "rates": [RATE, SCORE_RATE],
     "iterations": ITERATIONS,
-    "half_life": HALF_LIFE,
+    "average": AVERAGE.ramp,
     "chain": CHAIN,
     "network": [WIDTH, DEPTH],
 }
@@ -187,7 +190,6 @@ def distilled(
     """Points of the averaged generator after each of these counts of iterations."""
     task = task_of(target, network, method, seed)
     config = LoopConfig(images=max(counts) * BATCH, batch=BATCH, seed=seed, log_every=10**9)
-    average = HalfLife(images=HALF_LIFE * BATCH, ramp=0)
     z = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(1000 + seed))
     found = dict[int, Tensor]()
 
@@ -198,10 +200,10 @@ def distilled(
     def look(engine: Engine) -> None:
         count = engine.images // BATCH
         if count in counts:
-            with engine.networks[NAME].evaluating(average.name) as denoiser:
+            with engine.networks[NAME].evaluating(AVERAGE.name) as denoiser:
                 found[count] = generated(denoiser, z, START, None)  # type: ignore[arg-type]
 
-    networks = {NAME: settings(RATE, average), SCORE: settings(SCORE_RATE)}
+    networks = {NAME: settings(RATE, AVERAGE), SCORE: settings(SCORE_RATE)}
     engine = Engine(task, config, networks, HERE, hooks=[(BATCH, look)])
     engine.run(Starts((2,), seed).feed(0, BATCH, HERE))
     return found

@@ -10,13 +10,13 @@ prints the commands.
 | arm | what |
 |---|---|
 | `teacher` | the teacher with 50 steps |
-| `sfd1` | SFD's student of one step, with the budget of a generator (165,000) |
+| `sfd1` | SFD's student of one step, with the budget of a generator |
 | `sfdv` | SFD-v's student with 2 to 5 steps (benchmarks/distill.py has the same) |
 | `second` | the same, taught to take one step (likewise) |
 | `instruct` | Diff-Instruct |
 | `emd4`, `emd8`, `emd16` | EM distillation with so many Langevin steps |
 | `full8` | EMD-8 whose generator learns the noise of the chain too, which EMD cancels |
-| `emd8low`, `full8low` | the two at a learning rate of 3e-5 in place of 1e-4 |
+| `instructlow`, `emd8low`, `full8low` | at a learning rate of 3e-5 in place of 1e-4 |
 
 The generators are judged twice: after the same number of updates, and after the same number of
 network evaluations, a backward pass counted as two. SFD-v has a fifth of them, the second stage as
@@ -36,10 +36,12 @@ from experiments import read_lines, work_through
 RESULTS = Path(__file__).parent / "results" / "one_step"
 MODELS = ("fashion", "cifar10")
 SEEDS, SAMPLES = 2, 1000
-BUDGET, UPDATES, BATCH = 160_000, 256, 16
+UPDATES, BATCH = 256, 16
+BUDGETS = {"fashion": 160_000, "cifar10": 125_000}  # network evaluations
 # Levels from where images are all but clean to where their classes are no longer told apart.
 LEARNING = "--optim.lr 1e-4 --method.start 5 --method.low 0.1 --method.high 20"
-AVERAGE = """--averages '[{"kind": "half-life", "images": 400, "ramp": 0}]'"""
+# At most a tenth of the run so far: at equal evaluations runs of long chains are short.
+AVERAGE = """--averages '[{"kind": "half-life", "images": 400, "ramp": 0.1}]'"""
 # Each with its cost of one image, in network evaluations (docs/distill.md).
 GENERATORS = {
     "instruct": ("--method diff-instruct", 9),
@@ -48,7 +50,9 @@ GENERATORS = {
 }
 # The rate was chosen with Diff-Instruct: noisier gradients may want a lower one.
 LOW = {
-    f"{arm}low": (f"{GENERATORS[arm][0]} --optim.lr 3e-5", 4 * 8 + 7) for arm in ("emd8", "full8")
+    f"{arm}low": (f"{method} --optim.lr 3e-5", each)
+    for arm, (method, each) in GENERATORS.items()
+    if arm in ("instruct", "emd8", "full8")
 }
 GENERATORS |= LOW
 # Of walks: which student of benchmarks/distill.py it is, and the steps that it is judged at.
@@ -95,7 +99,7 @@ def generating(name: str, run: Path) -> Commands:
     words = f"distill {reference(model)} {distill.MODELS[model].flags} {LEARNING} {AVERAGE}"
     words += f" {method} --batch {BATCH} --log-every {10 * BATCH} --checkpoint-every 1600"
     words += f" --seed {seed} --preview.every 2048 --comparison.count 128 --out {run}"
-    for images in sorted(set(legs(arm).values())):
+    for images in sorted(set(legs(model, arm).values())):
         out = run / f"judged-{images}"
         yield out / "evaluation.json", shlex.split(f"{words} --images {images}")
         yield judging(model, run / "model", out, "--steps 1")
@@ -105,10 +109,10 @@ def reference(model: str) -> Path:
     return distill.ROOT / "reference" / model
 
 
-def legs(arm: str) -> dict[str, int]:
+def legs(model: str, arm: str) -> dict[str, int]:
     """Images after which a generator is judged."""
     _, each = GENERATORS[arm]
-    return {"updates": UPDATES * BATCH, "evaluations": BUDGET // each // BATCH * BATCH}
+    return {"updates": UPDATES * BATCH, "evaluations": BUDGETS[model] // each // BATCH * BATCH}
 
 
 def judging(model: str, denoiser: Path, out: Path, steps: str) -> tuple[Path, list[str]]:
@@ -130,7 +134,7 @@ def summary(name: str, run: Path) -> dict[str, Any]:
     return record | {
         "legs": {
             equal: {"images": images, **distill.judged(run / f"judged-{images}")[0]}
-            for equal, images in legs(arm).items()
+            for equal, images in legs(model, arm).items()
         },
         **{key: found[key] for key in ("energy", "spread", "images", "evaluations")},
         "watched": watched,

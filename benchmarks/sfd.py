@@ -23,7 +23,7 @@ from timing import alternately
 
 from stillhouse.distill.trajectories import Starts
 from stillhouse.engine.loop import Engine
-from stillhouse.engine.world import World
+from stillhouse.engine.world import World, world
 from stillhouse.process import Condition
 from stillhouse.recipes.distill.distilling import DistillRun, lesson, plan_walk
 from stillhouse.recipes.distill.methods import Sfd
@@ -73,13 +73,15 @@ class Bare:
                 self.teacher(self.x, self.sigma, self.cond)
         for _ in range(EVALUATIONS):
             self.student(self.x, self.sigma, self.cond).abs().sum().backward()
+            self.student.zero_grad()  # as the engine does: adding to the last would be more work
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small and few: shows that it works")
     quick = parser.parse_args().quick
-    with tempfile.TemporaryDirectory() as folder:
+    # The world also sets how memory is kept, as in every run.
+    with world("cpu"), tempfile.TemporaryDirectory() as folder:
         result = {"quick": quick, **overhead(Path(folder), 4 if quick else 32, 2 if quick else 15)}
     result |= {"cores": os.cpu_count(), "torch": torch.__version__}
     if not quick:
