@@ -417,6 +417,7 @@ MISTAKES = {
     "--grid": KINDS.format("''", "'polynomial'"),
     "--grid.spacing.tail x": f"{TAILS} 'exp'",
     "--out-dirr x": "--out-dirr is not a flag here; the closest is --out-dir",
+    "--gird natve": "--gird is not a flag here; the closest is --grid",
     "--rho 3": "--rho is not a flag here; the closest is --grid.rho",
     "--loader.clip": "--loader.clip is not a flag here; the closest is --grid.spacing.clip",
     "--grid.rho.x 3": "--grid.rho.x is not a flag here; the closest is --grid.rho",

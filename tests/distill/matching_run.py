@@ -122,7 +122,9 @@ def task_of(here: World, **options: Any) -> Matching:
 def engine_of(task: Matching, here: World, lines: Lines | None = None, **options: Any) -> Engine:
     """Both networks with Adam, the fake score five times as fast, and an average of each."""
     how = Spread(
-        sharding=options.get("sharding", "none"), checkpointing=options.get("checkpointing", False)
+        sharding=options.get("sharding", "none"),
+        checkpointing=options.get("checkpointing", False),
+        precision=options.get("precision", "fp32"),
     )
 
     def network(lr: float) -> NetworkConfig:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
 
 from stillhouse.distill.emd import (
     METHODS,
@@ -134,6 +135,53 @@ def test_the_drifts_are_the_gradients_of_the_joint_density(sigma):
     on_z = (log_rho(given.eps, given.z + d) - log_rho(given.eps, given.z - d)) / (2 * d)
     assert torch.allclose((found.eps - given.eps) / step, on_eps, rtol=0, atol=1e-5)
     assert torch.allclose((found.z - given.z) / step, on_z, rtol=0, atol=1e-5)
+
+
+class Skewed:
+    """g = z A + b in the plane, whose noisy density is a Gaussian: J is no diagonal."""
+
+    turned = torch.tensor([[0.9, 0.7], [-0.2, 0.5]], dtype=torch.float64)
+    moved = torch.tensor([0.3, -0.4], dtype=torch.float64)
+
+    def __call__(self, z: Tensor, cond=None) -> Tensor:
+        return z @ self.turned + self.moved
+
+    def spread(self, sigma: Tensor) -> Tensor:
+        """[B, 2, 2]."""
+        own = self.turned.T @ self.turned
+        return own + sigma.double().view(-1, 1, 1) ** 2 * torch.eye(2, dtype=torch.float64)
+
+    def score(self, x: Tensor, sigma: Tensor, cond=None) -> Tensor:
+        pull = torch.linalg.solve(self.spread(sigma), (x - self.moved)[..., None])[..., 0]
+        return x - sigma.double().view(-1, 1) ** 2 * pull
+
+    def log_density(self, x: Tensor, sigma: Tensor) -> Tensor:
+        return MultivariateNormal(self.moved, self.spread(sigma)).log_prob(x)
+
+
+def test_in_the_plane_every_row_drifts_by_its_own_level_and_the_whole_jacobian():
+    """As above, where J^T and J differ and a batch has many levels, one of them bounded."""
+    student, given = Skewed(), drawn(4, 1.0, size=2)
+    sigma = torch.tensor([0.05, 0.3, 1.0, 4.0], dtype=torch.float64)
+    ends = torch.tensor([[0.5, 0.1], [-0.3, 0.8], [0.1, -0.9]], dtype=torch.float64)
+    teacher = GaussianMixture(ends, torch.tensor([0.2, 0.3, 0.25]), torch.tensor([0.5, 0.3, 0.2]))
+
+    def log_rho(eps, z):
+        x_t = student(z) + sigma[:, None] * eps
+        v = teacher.stds.double() ** 2 + sigma[:, None] ** 2
+        away = (x_t[:, None] - ends).square().sum(2) / (2 * v)
+        real = (teacher.weights.double().log() - v.log() - away).logsumexp(1)
+        length = (eps.square().sum(1) + z.square().sum(1)) / 2
+        return real - student.log_density(x_t, sigma) - length
+
+    eps, z = (t.clone().requires_grad_() for t in (given.eps, given.z))
+    on_eps, on_z = torch.autograd.grad(log_rho(eps, z).sum(), (eps, z))
+    step, quiet = 1e-3, lambda like, draw: torch.zeros_like(like)
+    how, networks = Langevin(1, step, step, stretch=2.5), Analytic(student, teacher, student.score)
+    found = corrected(student, gap_of(networks), given.z, given.eps, sigma, how, quiet)
+    sizes = torch.tensor([(0.05 / 2.5) ** 2, step, step, step], dtype=torch.float64)[:, None]
+    assert torch.allclose((found.eps - given.eps) / step, on_eps, rtol=0, atol=1e-5)
+    assert torch.allclose((found.z - given.z) / sizes, on_z, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- bookkeeping

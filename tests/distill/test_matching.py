@@ -66,8 +66,8 @@ def same(network: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(before[name], t) for name, t in network.state_dict().items())
 
 
-def batch_of(count: int = BATCH) -> Start:
-    return starts().rows(torch.arange(count))
+def batch_of(count: int = BATCH, **options: Any) -> Start:
+    return starts(**options).rows(torch.arange(count))
 
 
 # ---------------------------------------------------------------- who learns from whom
@@ -103,6 +103,21 @@ def test_each_update_has_a_gradient_in_its_own_network_alone(method):
     assert not teacher.training
     assert task.student.training
     assert task.score.training
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_teacher_answers_as_it_is_kept_where_updates_are_mixed(method):
+    """With what it is compared by afterwards: bfloat16 is of the two networks that learn."""
+    options = {"method": method, "analytic": False, "single": True, "precision": "bf16"}
+    task = task_of(HERE, **options)
+    teacher: Any = task.teacher
+    seen: dict[str, set[torch.dtype]] = {"teacher": set(), "score": set(), "student": set()}
+    for name, network in (("teacher", teacher), *task.modules().items()):
+        network.outward.register_forward_hook(lambda m, i, y, name=name: seen[name].add(y.dtype))
+    engine = engine_of(task, HERE, **options)
+    task.step(batch_of(**options), engine)
+    half = {torch.bfloat16}
+    assert seen == {"teacher": {torch.float32}, "score": half, "student": half}
 
 
 def test_the_fake_score_learns_fresh_samples_that_no_chain_has_corrected():

@@ -340,6 +340,19 @@ def test_a_model_that_is_no_student_is_refused(tmp_path):
         FewStepPipeline.from_pretrained(tmp_path)
 
 
+def test_runs_and_adapters_are_told_how_they_open(tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    with pytest.raises(UnreadableCheckpoint, match=f"The model of that run is {run / 'model'}"):
+        FewStepPipeline.from_pretrained(run)
+    save_walk(run / "model", FewSteps((2,)))
+    for name in ("pytorch_lora_weights.safetensors", "adapter_config.json"):
+        (run / "model" / name).touch()
+        with pytest.raises(UnreadableCheckpoint, match=r"holds adapters.*`load_lora_weights`"):
+            FewStepPipeline.from_pretrained(run / "model")
+        (run / "model" / name).unlink()
+
+
 def test_points_and_bare_latents_are_no_pictures(tmp_path):
     plane(tmp_path / "plane", FewSteps((2,)))
     with pytest.raises(UserError, match=r"tensors of shape \[2\], .* take output='pt'"):

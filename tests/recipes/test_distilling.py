@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -317,7 +318,7 @@ def test_evaluations_are_numbers_or_spans(words, numbers):
     assert read_evaluations(words) == numbers
 
 
-@pytest.mark.parametrize("words", ["", "0", "few", "5..2", "2-5", "1..", "0..2"])
+@pytest.mark.parametrize("words", ["", "0", "few", "5..2", "2-5", "1..", "0..2", "101", "2,5..3"])
 def test_other_words_are_no_evaluations(words):
     with pytest.raises(UserError, match=r"write 3, 2..5 or 2,4"):
         read_evaluations(words)
@@ -328,6 +329,7 @@ def test_other_words_are_no_evaluations(words):
     [
         ({"model": ""}, "name the model to distil"),
         ({"model": "toy:moons"}, "a toy is a formula"),
+        ({"model": "nothere"}, "there is no model nothere: name its directory"),
         ({"exportable": True, "method": SfdV()}, "cannot tell a student how many steps"),
         ({"exportable": True, "method": Sfd(sigma_max=40.0)}, "--method.sigma-max out"),
         ({"exportable": True, "method": Sfd(sigma_min=0.1)}, "leave --method.sigma-min and"),
@@ -351,6 +353,18 @@ def test_mistakes_are_told_in_a_sentence(teacher, tmp_path, changes, said):
     config = distilling(teacher, tmp_path / "run")
     with pytest.raises(UserError, match=said):
         run(config.model_copy(update=changes))
+
+
+def test_walks_of_a_run_that_is_gone_are_not_taken_for_its_own(teacher, tmp_path):
+    config = distilling(teacher, tmp_path / "run", method=Sfd(refinement=1, walks=4))
+    run(config)
+    for what in ("checkpoints", "model", "samples"):
+        shutil.rmtree(config.out / what)
+    (config.out / "run.json").unlink()
+    with pytest.raises(UserError, match="walks holds walks of a run that is gone"):
+        run(config)
+    shutil.rmtree(config.out / "walks")
+    run(config)
 
 
 def test_a_student_refuses_walks_that_it_does_not_know(teacher, tmp_path):

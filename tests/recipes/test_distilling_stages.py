@@ -131,6 +131,14 @@ def test_progressive_distillation_halves_the_steps_stage_by_stage(teacher, tmp_p
     sample(SampleRun(model=str(one), count=2, out=tmp_path / "drawn"))
 
 
+def test_stages_keep_their_checkpoints_apart(teacher, tmp_path):
+    method, where = ProgressiveConfig(first=4), tmp_path / "kept"
+    settings = {"method": method, "evaluations": "1", "images": 16, "checkpoints": str(where)}
+    run(distilling(teacher, tmp_path / "run", **settings))
+    assert sorted(folder.name for folder in where.iterdir()) == ["1-steps", "2-steps"]
+    run(distilling(teacher, tmp_path / "run", **settings))  # all is done
+
+
 def test_later_stages_are_compared_with_the_first_teacher(tmp_path):
     """Guided as it was: with the student of the stage before, they would be compared with less."""
     teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)

@@ -67,6 +67,19 @@ def test_some_are_told_nothing_so_that_the_student_can_be_guided(tmp_path):
     assert not torch.allclose(*drawn)
 
 
+def test_a_student_that_was_always_told_is_not_guided(tmp_path):
+    teacher = bare(tmp_path / "teacher", EDM, **CLASSES)
+    run(distilling(teacher, tmp_path / "run"))
+    how = {"guidance": ClassifierFree(weight=4.0), "null_label": 7, "labels": (2, 3)}
+    with pytest.raises(UserError, match=r"leave --guidance out, or distil it with --drop 0\.1"):
+        sample(SampleRun(model=str(tmp_path / "run"), out=tmp_path / "drawn", **how))
+    # Of one that is older than this record nothing is known.
+    file = tmp_path / "run/model/few_steps.json"
+    facts = {k: v for k, v in json.loads(file.read_text()).items() if k != "drop"}
+    file.write_text(json.dumps(facts))
+    sample(SampleRun(model=str(tmp_path / "run"), count=1, out=tmp_path / "drawn", **how))
+
+
 def test_prompts_are_those_of_a_column_each_once(tmp_path):
     data = tmp_path / "data"
     data.mkdir()

@@ -30,11 +30,19 @@ from stillhouse.recipes.distill import correcting
 from stillhouse.recipes.distill.cards import spell_card
 from stillhouse.recipes.distill.comparing import Comparison, energy
 from stillhouse.recipes.distill.correcting import run as correct
-from stillhouse.recipes.distill.distilling import DistillRun, lesson, networks, run, usual
+from stillhouse.recipes.distill.distilling import (
+    DistillRun,
+    lesson,
+    networks,
+    run,
+    stages_of,
+    usual,
+)
 from stillhouse.recipes.distill.generators import GENERATORS, Emd, FDistill, ReverseKL, SidConfig
 from stillhouse.recipes.distill.lessons import Wanted
-from stillhouse.recipes.distill.methods import Sfd
+from stillhouse.recipes.distill.methods import ProgressiveConfig, Sfd
 from stillhouse.recipes.distill.students import load_source, load_student
+from stillhouse.recipes.distill.watching import StudentPreview
 from stillhouse.recipes.parts import ClassifierFree, Heun
 from stillhouse.recipes.sampling import Correction, SampleRun
 from stillhouse.recipes.sampling import run as sample
@@ -219,10 +227,66 @@ def test_the_dry_run_tells_the_cost_and_writes_nothing(teacher, tmp_path, capsys
     assert "method.langevin                    4\n" in told
     assert "256000 images in 2000 steps of 128\n" in told
     assert "23 network evaluations per image, 5.9 million in all" in told  # 4K + 7
+    assert "checkpoint_every                   12800\n" in told
     assert not (tmp_path / "run").exists()
     with pytest.raises(SystemExit):
         main([*words, "--method", "emd", "--method.start", "1000"])
     assert "--method.start 1000" in capsys.readouterr().err
+
+
+def test_the_dry_run_into_the_folder_of_another_run_is_refused(teacher, tmp_path, capsys):
+    words = f"distill {teacher} --method sfd --images 8 --batch 4 --out {tmp_path}/run".split()
+    small = [
+        "--comparison.count",
+        "0",
+        "--preview.count",
+        "2",
+        "--preview.steps",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    main([*words, *small, "--evaluations", "2"])
+    main([*words, *small, "--evaluations", "2", "--dry-run"])
+    with pytest.raises(SystemExit):
+        main([*words, *small, "--evaluations", "3", "--dry-run"])
+    assert "holds a run with other settings (evaluations: 2 -> 3)" in capsys.readouterr().err
+    network = load_file(teacher / WEIGHTS)
+    save_file({name: 2 * weight for name, weight in network.items()}, teacher / WEIGHTS)
+    with pytest.raises(SystemExit):
+        main([*words, *small, "--evaluations", "2", "--dry-run"])
+    assert "from another teacher of the same name" in capsys.readouterr().err
+
+
+def test_a_short_run_is_kept_on_its_way():
+    """The guide's first try has 4,096 images, and may be broken off."""
+    (short,) = stages_of(DistillRun(method=Emd(), images=4096))
+    assert (short.checkpoint_every, short.preview.every, short.log_every) == (512, 512, 82)
+    (long,) = stages_of(DistillRun(method=Emd()))
+    assert (long.checkpoint_every, long.preview.every, long.log_every) == (12_800, 12_800, 1_280)
+    wish = {"checkpoint_every": 7, "log_every": 9, "preview": StudentPreview(every=11)}
+    (asked,) = stages_of(DistillRun(images=4096, **wish))
+    assert (asked.checkpoint_every, asked.preview.every, asked.log_every) == (7, 11, 9)
+    halves = stages_of(DistillRun(method=ProgressiveConfig(first=4), evaluations="1", images=512))
+    assert [stage.checkpoint_every for stage in halves] == [32, 32]
+
+
+def test_a_generator_teaches_no_student_of_walks(teacher, tmp_path):
+    run(distilling(teacher, tmp_path / "one", method=Emd(langevin=1), evaluations="1"))
+    for method in (Sfd(refinement=1), ProgressiveConfig(first=2)):
+        with pytest.raises(UserError, match="a one-step generator, which walks nowhere"):
+            run(distilling(tmp_path / "one", tmp_path / "two", method=method, evaluations="1"))
+
+
+@pytest.mark.parametrize("method", [Emd(langevin=1), Sfd(refinement=1)], ids=lambda m: m.kind)
+def test_a_model_that_was_compared_with_nothing_has_a_card(method, teacher, tmp_path):
+    run(distilling(teacher, tmp_path / "run", method=method, evaluations="1"))
+    found = json.loads((tmp_path / "run/comparison.json").read_text())
+    assert not found.keys() & {"distance", "energy", "spread"}
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert f"Distilled by `{method.kind}`" in card
+    assert f"Cost: {found['evaluations_per_image']:g} network evaluations per image" in card
+    assert ("--steps 1 --metrics fid,prdc" in card) is (method.kind == "emd")
 
 
 def test_the_dry_run_of_stages_tells_each(teacher, tmp_path, capsys):

@@ -346,6 +346,13 @@ def test_what_adapters_cannot_be_is_refused(changes, sentence, teacher, tmp_path
         run(adapting(teacher, tmp_path / "run", **changes))
 
 
+def test_sid_is_not_learnt_through_half_precision(teacher, tmp_path):
+    """Also with a score of its own: the gradient passes the teacher."""
+    config = distilling(teacher, tmp_path / "run", method=SidConfig(), evaluations="1")
+    with pytest.raises(UserError, match="vanishes in float16: give --teacher bfloat16"):
+        run(config.model_copy(update={"teacher": "float16"}))
+
+
 def test_without_peft_the_line_to_run_is_told(teacher, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"pip install 'stillhouse\[finetune\]'"):

@@ -315,8 +315,10 @@ def test_labels_are_dealt_in_turn_and_checked(tmp_path):
     two, every = samples(tmp_path / "two"), samples(tmp_path / "all")
     assert torch.equal(two[3], every[3])  # sample 3 is class 3 in both
     assert not torch.equal(two[0], every[0])
-    with pytest.raises(UserError, match="label 4 is not among the model's 4 classes"):
+    with pytest.raises(UserError, match=r"label 4 is not among the model's 4 classes: .* 0 to 3"):
         draw(model, tmp_path / "bad", labels=(4,))
+    with pytest.raises(UserError, match=r"label 9 is not among the model's 3 classes: .* 0 to 2"):
+        draw(model, tmp_path / "bad", labels=(9,), null_label=3)  # which is none to give
     guided = parts.ClassifierFree(weight=3.0)
     with pytest.raises(UserError, match="--null-label"):
         draw(model, tmp_path / "guided", guidance=guided)

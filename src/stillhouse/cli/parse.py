@@ -217,9 +217,11 @@ def _switch_kinds(root: _Node, given: dict[str, list[str]]) -> None:
 def _tyro_words(root: _Node, given: dict[str, list[str]]) -> list[str]:
     """The words for tyro, once every flag is known to exist and no value is missing."""
     leaves = {leaf.path: leaf for leaf in root.leaves()}
+    short = [name for name, child in root.children.items() if isinstance(child, _Node)]
     for path in given:
         if path not in leaves:
-            hint = _elsewhere(root, path) or f"; the closest is {_flag(_closest(path, leaves))}"
+            known = [*leaves, *(name for name in short if f"{name}.kind" in leaves)]
+            hint = _elsewhere(root, path) or f"; the closest is {_flag(_closest(path, known))}"
             raise ConfigError(f"{_flag(path)} is not a flag here{hint}.")
     for leaf in leaves.values():
         if leaf.value is _ABSENT and leaf.path not in given:

@@ -145,8 +145,13 @@ class Hosted:
         trained = self.engine.networks
         with trained[NAME].evaluating() as student, trained[SCORE].evaluating() as score:
             yield Still(
-                lambda z, cond: generated(student, z, self.sigma, cond), self.teacher, score
+                lambda z, cond: generated(student, z, self.sigma, cond), self._taught, score
             )
+
+    def _taught(self, x: Tensor, sigma: Tensor, cond: Condition | None = None) -> Tensor:
+        """The teacher answers as it is kept: an update's mixed precision is of what learns."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.teacher(x, sigma, cond)
 
 
 # ---------------------------------------------------------------- what to watch

@@ -32,6 +32,7 @@ class FewSteps:
     sigma_max: float = 80.0  # of a polynomial grid; of a single step, the level that it begins at
     rho: float = 7.0
     guidance: dict[str, Any] | None = None  # what the teacher was guided by: it is in the weights
+    drop: float | None = None  # share of lessons in which it was told nothing, if that is known
 
     def __post_init__(self) -> None:
         if not self.evaluations or min(self.evaluations) < 1:

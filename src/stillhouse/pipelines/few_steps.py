@@ -27,6 +27,7 @@ from stillhouse.models.text import EmbeddedCaptions, TextEncoder, packaged
 from stillhouse.pipelines.families import downscale, takes_prompts, whole_folder
 from stillhouse.pipelines.load import (
     UnreadableCheckpoint,
+    inner_model,
     load_codec,
     load_denoiser,
     read_json,
@@ -177,7 +178,7 @@ class FewStepPipeline:
         if walk is None:
             raise UnreadableCheckpoint(
                 f"{path_or_hub_id} has no {FILE}: it is no few-step student. Other models are read "
-                "by load_denoiser, or drawn by `stillhouse sample`."
+                f"by load_denoiser, or drawn by `stillhouse sample`.{inner_model(folder)}"
             )
         denoiser = load_denoiser(folder, dtype=dtype, device=device)
         network: Any = denoiser.network

@@ -33,6 +33,7 @@ OURS = {
 }
 # Published DiT and PixArt configs say Transformer2DModel; diffusers picks the class that it means.
 LOADABLE = {*NETWORKS, *OURS, "Transformer2DModel"}
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 FACTS = "stillhouse"  # the key of our own facts in the metadata of safetensors
 CONDITIONING = "conditioning"  # .json and .safetensors, beside the network
 # diffusers' names of weights, whole or in shards; half precision is read where there is no other.
@@ -210,10 +211,24 @@ def _find_parts(folder: Path) -> Places:
             "config.json."
         )
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-    inner = f" The model of that run is {folder / 'model'}." if (folder / "model").is_dir() else ""
     raise UnreadableCheckpoint(
         f"{folder} is no diffusers checkpoint: it has neither model_index.json nor config.json "
-        f"(found: {found}).{inner}"
+        f"(found: {found}).{inner_model(folder)}{only_adapters(folder)}"
+    )
+
+
+def inner_model(folder: Path) -> str:
+    """A hint at the model in a run's folder."""
+    return f" The model of that run is {folder / 'model'}." if (folder / "model").is_dir() else ""
+
+
+def only_adapters(folder: Path) -> str:
+    """A hint at what opens adapters."""
+    if not any((folder / name).is_file() for name in (LORA_WEIGHTS, "adapter_config.json")):
+        return ""
+    return (
+        " It holds adapters, which are opened in the pipeline that they were made for: by its "
+        "`load_lora_weights`, or by peft (a README.md beside them has the lines)."
     )
 
 

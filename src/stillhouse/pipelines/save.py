@@ -24,10 +24,9 @@ from stillhouse.files import tensors_file, write_whole
 from stillhouse.models import Codec, DiffusersNetwork
 from stillhouse.models.adapters import adapters_of, save_adapters
 from stillhouse.pipelines.families import INDEX, family_of, read_index
-from stillhouse.pipelines.load import CONDITIONING, FACTS, read_json
+from stillhouse.pipelines.load import CONDITIONING, FACTS, LORA_WEIGHTS, read_json
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 LORA_FACTS = "lora_adapter_metadata"  # where diffusers looks for rank and alpha
 COPIED = {".json", ".txt", ".model", ".safetensors"}  # never pickles, never code
 WEIGHTLESS = ("tokenizer", "scheduler", "feature_extractor", "image_processor")

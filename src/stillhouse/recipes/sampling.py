@@ -31,6 +31,7 @@ from stillhouse.process import KeyedNoise, starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.claims import differences, listed, make_folder
 from stillhouse.recipes.parts import (
+    ClassifierFree,
     Config,
     Dpmpp3M,
     Euler,
@@ -41,6 +42,7 @@ from stillhouse.recipes.parts import (
     Renoise,
     SearchedGrid,
     Solver,
+    TwoTermGuidance,
 )
 from stillhouse.recipes.progress import progress_bar
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
@@ -163,6 +165,11 @@ def check_student(config: SampleRun, walk: FewSteps) -> None:
     """What a student has learnt is not to be asked for again, or otherwise."""
     if walk.guidance is not None and not isinstance(config.guidance, NoGuidance):
         raise UserError(f"{config.model} has learnt its teacher's guidance: leave --guidance out")
+    if walk.drop == 0 and isinstance(config.guidance, ClassifierFree | TwoTermGuidance):
+        raise UserError(
+            f"{config.model} has always been told what to draw, so it cannot be guided: leave "
+            "--guidance out, or distil it with --drop 0.1"
+        )
     usual = {name: SampleRun.model_fields[name].default for name in ("solver", "grid")}
     for name, value in usual.items():
         if getattr(config, name) not in (value, *TAUGHT[name]):

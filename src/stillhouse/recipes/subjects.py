@@ -258,14 +258,14 @@ def _null_label(asked: int | None, network: Any) -> int | None:
 
 
 def _labels(asked: Sequence[int], classes: int, null: int | None) -> tuple[int, ...]:
-    labels = tuple(asked) or tuple(label for label in range(classes) if label != null)
-    for label in labels:
-        if label not in {*range(classes), null}:
+    known = [label for label in range(classes) if label != null]
+    for label in asked:
+        if label not in {*known, null}:
             raise UserError(
-                f"label {label} is not among the model's {classes} classes: give a number from 0 "
-                f"to {classes - 1}"
+                f"label {label} is not among the model's {len(known)} classes: give a number from "
+                f"{min(known, default=null)} to {max(known, default=null)}"
             )
-    return labels
+    return tuple(asked) or tuple(known)
 
 
 def _guide_files(guidance: Guidance) -> dict[str, list[Path]]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stillhouse.files import write_whole
 from stillhouse.pipelines.few_steps import read_walk
-from stillhouse.pipelines.load import read_json
-from stillhouse.pipelines.save import LORA_WEIGHTS
+from stillhouse.pipelines.load import LORA_WEIGHTS, read_json
 from stillhouse.recipes.distill.generators import Matched
 from stillhouse.recipes.distill.students import guidance_in
 from stillhouse.recipes.parts import NoGuidance
@@ -31,8 +30,7 @@ def write_card(config: "DistillRun", record: dict[str, Any]) -> None:
 
 def spell_card(config: "DistillRun", record: dict[str, Any]) -> str:
     generator = isinstance(config.method, Matched)
-    numbers = ", ".join(map(str, record["spread"]["student"]))
-    below = f"the student with {numbers}, from the same noise"
+    below = f"the student with {known(config)}, from the same noise"
     if generator:
         below = "the generator's own samples, told the same where it is told anything"
     parts = [
@@ -81,8 +79,13 @@ def tell_teacher(config: "DistillRun") -> str:
 
 def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
     """Of a student that takes its teacher's walks: how near it comes to where they end."""
+    made = (
+        f"Distilled by `{config.method.kind}` on {taught(config, record)}, without data. It "
+        f"takes {known(config)} evaluations and no other number; {tell_opening(config)}"
+    )
+    if "distance" not in record:  # nothing was compared
+        return [made]
     counts = list(record["distance"]["student"])
-    numbers = ", ".join(map(str, counts))
     whose = "first teacher's" if record["first_teacher"] else "teacher's"
     head = ["| evaluations |", *(f" {n} |" for n in counts)]
     table = ["".join(head), "|---|" + "---|" * len(counts)]
@@ -90,8 +93,7 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         label = "**student**" if name == "student" else NAMES.get(name, f"teacher, {name}")
         table.append("".join([f"| {label} |", *(f" {values[n]:.4f} |" for n in counts)]))
     return [
-        f"Distilled by `{config.method.kind}` on {taught(config, record)}, without data. It "
-        f"takes {numbers} evaluations and no other number; {tell_opening(config)}",
+        made,
         f"Root mean squared distance to the {whose} {record['teacher_steps']} steps from the "
         f"same noise, images in [-1, 1], {record['count']} samples of one seed:",
         "\n".join(table),
@@ -100,6 +102,13 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
         f"That is how near it comes to its teacher, not how good its images are: {judged(config)} "
         "measures these against images of yours.",
     ]
+
+
+def known(config: "DistillRun") -> str:
+    """The numbers of evaluations that the student takes."""
+    walk = read_walk(config.out / "model")
+    assert walk is not None  # which its exporter has written
+    return ", ".join(map(str, walk.evaluations))
 
 
 def tell_opening(config: "DistillRun") -> str:
@@ -152,7 +161,8 @@ def judged(config: "DistillRun") -> str:
     """The command; it opens no adapters, but reads a folder of what they have drawn."""
     if config.adapters:
         return "`stillhouse evaluate FOLDER_OF_ITS_IMAGES --reference DATA`"
-    return "`stillhouse evaluate THIS_FOLDER --reference DATA --steps N`"
+    steps = "1" if isinstance(config.method, Matched) else "N"
+    return f"`stillhouse evaluate THIS_FOLDER --reference DATA --steps {steps}`"
 
 
 def taught(config: "DistillRun", record: dict[str, Any]) -> str:
@@ -165,17 +175,23 @@ def taught(config: "DistillRun", record: dict[str, Any]) -> str:
 
 def tell_generator(config: "DistillRun", record: dict[str, Any]) -> list[str]:
     """Of one that draws what its teacher draws, but not from the same noise."""
-    spread, energy = record["spread"], record["energy"]["student"][1]
-    return [
+    made = (
         f"Distilled by `{config.method.kind}` on {record['images']:,} samples of its own, without "
         f"data. It answers at noise level {record['start']:g} and no other; `stillhouse sample` "
-        "and `stillhouse.pipelines.FewStepPipeline` read that from `few_steps.json`.",
+        "and `stillhouse.pipelines.FewStepPipeline` read that from `few_steps.json`."
+    )
+    measures = f"{judged(config)[:-1]} --metrics fid,prdc` measures quality and variety."
+    if "energy" not in record:  # nothing was compared
+        return [made, measures]
+    spread, energy = record["spread"], record["energy"]["student"][1]
+    return [
+        made,
         f"Spread of {record['count']} samples (standard deviation of a pixel in [-1, 1]): "
         f"{spread['student'][1]:.3f}, of the teacher's {record['teacher_steps']} steps "
         f"{spread['teacher']:.3f}. Much less than the teacher's would mean that it has lost some "
         "of what its teacher draws, much more that it draws what its teacher does not. Energy "
         "coefficient of "
         f"the two (0: the same distribution, 1: nothing in common): {energy:.4f}. Both see gross "
-        f"failures alone: generators with energies of .001 have had a quarter of their teacher's "
-        f"recall. {judged(config)[:-1]} --metrics fid,prdc` measures quality and variety.",
+        f"failures alone: generators with energies of .002 have had a quarter of their teacher's "
+        f"recall. {measures}",
     ]

@@ -74,10 +74,30 @@ class Comparison(Config):
 
 
 def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:
+    """What the run has cost and, if it was asked for, how near its student comes; and the card."""
+    cost = evaluations_per_image(config, engine.task)
+    record = {
+        "preview_steps": source.long_walk(config.preview.steps),
+        "images": engine.images,
+        "start": walk.sigma_max,
+        "evaluations_per_image": cost,
+        "evaluations": cost * engine.images,
+    }
+    if config.comparison.count > generator(config):  # distributions are compared by pairs
+        record |= measured(config, source, engine, walk)
+    if engine.world.rank == 0:
+        write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
+        if "distance" in record and pictures.can_plot():
+            plot(record, config)
+        write_card(config, record)
+    return record
+
+
+def measured(
+    config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
+) -> dict[str, Any]:
     """Distances of decoded images in [-1, 1], by kind and evaluations."""
     wanted = config.comparison
-    if wanted.count < 1 + generator(config):  # distributions are compared by pairs
-        return {}
     counts, long = walk.evaluations, first_teacher(config, source, walk, engine)
     subject, steps = long.subject, long.long_walk(wanted.steps)
     base = SampleRun(seed=wanted.seed, batch=wanted.batch)
@@ -100,26 +120,14 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
         how = WALKED_BY if name == GITS else solver(name)
         found = {n: drawn(subject, search.get(n), solver=how, steps=n) for n in counts}
         rows[name] = {n: apart(found[n], goal) for n in counts}
-    cost = evaluations_per_image(config, engine.task)
-    record = {
+    return {
         measure: rows,
         "spread": spreads,
         "count": wanted.count,
         "teacher_steps": steps,
         "teacher_solver": None if subject.walk else wanted.walk.model_dump(mode="json"),
         "first_teacher": bool(wanted.against),
-        "preview_steps": source.long_walk(config.preview.steps),
-        "images": engine.images,
-        "start": walk.sigma_max,
-        "evaluations_per_image": cost,
-        "evaluations": cost * engine.images,
     }
-    if engine.world.rank == 0:
-        write_whole(config.out / RECORD, json.dumps(record, indent=2).encode())
-        if not generator(config) and pictures.can_plot():
-            plot(record, config)
-        write_card(config, record)
-    return record
 
 
 def first_teacher(config: "DistillRun", source: Source, walk: FewSteps, engine: Engine) -> Source:

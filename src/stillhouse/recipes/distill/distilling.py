@@ -10,6 +10,7 @@ Running the same command again resumes; any number of processes, under torchrun.
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +33,7 @@ from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.comparing import Comparison, compare, evaluations_per_image
 from stillhouse.recipes.distill.generators import GENERATORS, Matched
 from stillhouse.recipes.distill.lessons import Lesson, Wanted
-from stillhouse.recipes.distill.methods import Method, ProgressiveConfig, Sfd, SfdV
+from stillhouse.recipes.distill.methods import WALKS, Method, ProgressiveConfig, Sfd, SfdV
 from stillhouse.recipes.distill.scores import FOLDER, ScoreExporter, exported, with_score
 from stillhouse.recipes.distill.students import (
     Source,
@@ -44,7 +45,13 @@ from stillhouse.recipes.distill.students import (
 from stillhouse.recipes.distill.told import Conditions
 from stillhouse.recipes.distill.watching import StudentDrawer, StudentExporter, StudentPreview
 from stillhouse.recipes.parts import Guidance, NoGuidance
-from stillhouse.recipes.train.folders import handed_on, write_record
+from stillhouse.recipes.train.folders import (
+    check_origins,
+    check_settings,
+    handed_on,
+    read_record,
+    write_record,
+)
 from stillhouse.recipes.train.sessions import (
     LongRun,
     build_trackers,
@@ -54,6 +61,7 @@ from stillhouse.recipes.train.sessions import (
     stopping,
 )
 
+MOST = 100  # evaluations of a student: it is to have few
 # What generators begin with where nothing else is asked for: their papers', not SFD's.
 USUAL: dict[str, Any] = {
     "evaluations": "1",
@@ -106,10 +114,10 @@ class DistillRun(LongRun):
     optim: Optimiser = AdamW(lr=5e-5, schedule=Steps())
     clip: PositiveFloat = 1e6
     """Largest norm of the gradient: of a sum over elements, and not clipped in the paper."""
-    log_every: PositiveInt = 1_280
-    """Trajectories between log lines."""
-    checkpoint_every: PositiveInt = 12_800
-    """Trajectories between checkpoints."""
+    log_every: NonNegativeInt = 0
+    """Trajectories between log lines; 0: a fiftieth of the run, 1,280 at most."""
+    checkpoint_every: NonNegativeInt = 0
+    """Trajectories between checkpoints; 0: an eighth of the run, 12,800 at most."""
     preview: StudentPreview = StudentPreview()
     comparison: Comparison = Comparison()
     out: Path = Path("runs/student")
@@ -140,7 +148,7 @@ def run(config: DistillRun) -> DistillRun:
 def stages_of(config: DistillRun) -> list[DistillRun]:
     """A run per stage: progressive distillation has several, in folders of their own."""
     if not isinstance(config.method, ProgressiveConfig):
-        return [config]
+        return [paced(config)]
     last, *others = read_evaluations(config.evaluations)
     if others:
         raise UserError("progressive distillation ends with one number of evaluations: name it")
@@ -152,13 +160,26 @@ def stages_of(config: DistillRun) -> list[DistillRun]:
             "images": share,
             "method": config.method.model_copy(update={"first": 2 * steps}),
             "out": config.out / f"{steps}-steps",
+            "checkpoints": config.checkpoints and f"{config.checkpoints}/{steps}-steps",
         }
         if found:  # the teacher's guidance is in its student
             against = config.comparison.against or config.model
             changes |= {"model": str(found[-1].out), "guidance": NoGuidance()}
             changes["comparison"] = config.comparison.model_copy(update={"against": against})
-        found.append(config.model_copy(update=changes))
+        found.append(paced(config.model_copy(update=changes)))
     return found
+
+
+def paced(config: DistillRun) -> DistillRun:
+    """A short run too is told of, drawn and kept on its way, where nothing else was asked for."""
+    log = config.log_every or min(1_280, -(-config.images // 50))
+    often = min(12_800, -(-config.images // 8))
+    changes: dict[str, Any] = {
+        "log_every": log,
+        "checkpoint_every": config.checkpoint_every or often,
+        "preview": config.preview.model_copy(update={"every": config.preview.every or often}),
+    }
+    return config.model_copy(update=changes)
 
 
 def distil(config: DistillRun, here: World, caught: list[int]) -> int:
@@ -166,6 +187,11 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
     numbers = read_evaluations(config.evaluations)  # or there is no run, and no folder of it
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
+        if not read_record(config.out) and (config.out / WALKS).is_dir():
+            raise UserError(
+                f"{config.out / WALKS} holds walks of a run that is gone, perhaps of another "
+                "teacher: remove it, or choose another --out"
+            )
         source, walk, student, task = networks(config, numbers, here)
         hooks = build_hooks(config, source, student, walk)
         engine = Engine(
@@ -180,11 +206,7 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
         if found is not None:
             engine.resume(found)
         parameters = sum(p.numel() for p in student.parameters())
-        origins = {
-            "teacher": teacher_digest(source.folder),
-            "prompts": digest(source.prompts),
-            "labels": digest(map(str, source.subject.labels)),
-        }
+        origins = origins_of(source)
         conditions = Conditions(source.subject, config.seed, config.drop)
         starts = Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
         here.first(lambda: write_record(config, parameters, origins))  # when nothing is refused
@@ -221,11 +243,14 @@ def describe(config: DistillRun) -> str:
     first, *later = stages_of(config)
     with world(config.device) as here:
         distinct_walks(first)
-        _, _, student, task = networks(first, read_evaluations(first.evaluations), here)
+        if before := read_record(first.out):
+            check_settings(first, before["config"], str(first.out))
+        source, _, student, task = networks(first, read_evaluations(first.evaluations), here)
+    check_origins(first.out, origins_of(source))
     parameters = sum(p.numel() for p in student.parameters())
     steps = -(-first.images // first.batch)
     lines = [
-        *spell_settings(config),
+        *spell_settings(paced(config)),
         "",
         f"a student with {parameters / 1e6:.2f}M parameters, {first.images} images in {steps} "
         f"steps of {first.batch}",
@@ -233,6 +258,15 @@ def describe(config: DistillRun) -> str:
         *(f"then {stage.images} images in {stage.out}" for stage in later),
     ]
     return "\n".join(lines)
+
+
+def origins_of(source: Source) -> dict[str, str]:
+    """Digests of what the student is made from."""
+    return {
+        "teacher": teacher_digest(source.folder),
+        "prompts": digest(source.prompts),
+        "labels": digest(map(str, source.subject.labels)),
+    }
 
 
 def tell_cost(config: DistillRun, task: Task) -> str:
@@ -272,10 +306,13 @@ def network_config(config: DistillRun, name: str, here: World) -> NetworkConfig:
 def read_evaluations(words: str) -> tuple[int, ...]:
     """`3`, `2..5` or `2,4` as numbers, in order."""
     spans = [re.fullmatch(r"(\d+)(?:\.\.(\d+))?", word.strip()) for word in words.split(",")]
-    found = {n for span in spans if span for n in range(int(span[1]), int(span[2] or span[1]) + 1)}
-    if not all(spans) or not found or min(found) < 1:
-        raise UserError(f"--evaluations {words}: write 3, 2..5 or 2,4")
-    return tuple(sorted(found))
+    ends = [(int(span[1]), int(span[2] or span[1])) for span in spans if span]
+    if not all(spans) or any(not 1 <= first <= last <= MOST for first, last in ends):
+        raise UserError(
+            f"--evaluations {words}: write 3, 2..5 or 2,4, with numbers from 1 to {MOST}, the "
+            "smaller one of two first"
+        )
+    return tuple(sorted({n for first, last in ends for n in range(first, last + 1)}))
 
 
 def plan_walk(config: DistillRun, source: Source, numbers: tuple[int, ...]) -> FewSteps:
@@ -287,7 +324,8 @@ def plan_walk(config: DistillRun, source: Source, numbers: tuple[int, ...]) -> F
     if guided is None and source.subject.walk is not None:
         guided = source.subject.walk.guidance  # of an earlier stage
     told = network.told.steps
-    return config.method.walk(Wanted(bare.scaling, numbers, guided, config.exportable, told))
+    walk = config.method.walk(Wanted(bare.scaling, numbers, guided, config.exportable, told))
+    return replace(walk, drop=config.drop)
 
 
 def lesson(

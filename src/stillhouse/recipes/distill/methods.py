@@ -32,6 +32,7 @@ from stillhouse.recipes.distill.lessons import Lesson, Wanted, check_level
 from stillhouse.recipes.parts import Dpmpp3M, Solver
 from stillhouse.solvers import STOCHASTIC, sample_euler, sample_heun
 
+WALKS = "walks"  # of the teacher, in the run's folder where they are kept
 START = 80.0  # the first level of students of a process whose own is infinite
 
 
@@ -73,7 +74,7 @@ class Walked(Config):
         return low, high
 
     def kept(self, lesson: Lesson) -> Kept | None:
-        return Kept(lesson.folder / "walks") if self.walks else None
+        return Kept(lesson.folder / WALKS) if self.walks else None
 
 
 class Sfd(Walked):
@@ -260,6 +261,11 @@ def how_it_looks(lesson: Lesson) -> Callable[[Tensor, Tensor], Tensor]:
 def check_second_stage(lesson: Lesson, earlier: FewSteps, refinement: int) -> None:
     """The teacher's own walk must pass through the student's timestamps."""
     walk = lesson.walk
+    if earlier.grid == "single":
+        raise UserError(
+            "the teacher is a one-step generator, which walks nowhere: distil the model that it "
+            "was made from"
+        )
     theirs = (earlier.grid, earlier.sigma_min, earlier.sigma_max, earlier.rho)
     if theirs != (walk.grid, walk.sigma_min, walk.sigma_max, walk.rho):
         raise UserError(

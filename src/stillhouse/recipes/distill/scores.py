@@ -54,24 +54,25 @@ class Shared:
 
 def with_score(config: "DistillRun", source: Source, here: World) -> Source:
     """The source with a fake score on its teacher's own network, where one is asked for."""
+    check_gradients(config)
     if not shares_teacher(config):
         return source
     method: Any = config.method
-    check_shared(config)
     computed = partial(computing, config.spread, here.device)
     adding = partial(add_adapters, rank=method.score_rank)
     found = share(source.subject, config.guidance, adding, computed)
     return replace(source, subject=found.subject, score=found.score, adapters=found.options)
 
 
-def check_shared(config: "DistillRun") -> None:
+def check_gradients(config: "DistillRun") -> None:
     """What would not be learnt, or not from the teacher."""
-    if config.teacher == "float16":
+    shared, sid = shares_teacher(config), isinstance(config.method, SidConfig)
+    if config.teacher == "float16" and (shared or sid):
         raise UserError(
-            "adapters are learnt through the teacher's layers, whose gradients vanish in float16: "
-            "with --method.score lora give --teacher bfloat16"
+            "a gradient goes through the teacher's layers with --method.score lora and with sid, "
+            "and vanishes in float16: give --teacher bfloat16"
         )
-    if isinstance(config.method, SidConfig) and config.spread.checkpointing:
+    if shared and sid and config.spread.checkpointing:
         raise UserError(
             "sid goes back through teacher and fake score, and what is recomputed there cannot "
             "tell them apart: leave --spread.checkpointing or --method.score lora out"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from stillhouse.config import Config
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class StudentPreview(Config):
     """Samples of the teacher above those of the student, from the same noise."""
 
-    every: PositiveInt = 12_800
-    """Images between pictures."""
+    every: NonNegativeInt = 0
+    """Images between pictures; 0: an eighth of the run, 12,800 at most."""
     count: PositiveInt = 8
     """Samples in a row."""
     steps: PositiveInt = 20

@@ -216,7 +216,7 @@ class Bench:
             control,
             config.prompt_encoder,
         )
-        return load_subject(model_folder(name), wish)
+        return load_subject(model_folder(name, images=True), wish)
 
     def _pixels(self, subject: Subject) -> Pixels:
         """What the model draws; a reference is made to look like it."""

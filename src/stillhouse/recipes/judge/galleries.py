@@ -289,14 +289,18 @@ def _is_model(folder: Path) -> bool:
     return any((folder / f).is_file() for f in ("config.json", "model_index.json", "run.json"))
 
 
-def model_folder(name: str) -> str:
-    """Where a model is; what is neither one nor images is refused."""
+def model_folder(name: str, images: bool = False) -> str:
+    """Where a model is; what is none is refused, and told what else it may be: `images`."""
     name = run_model(name)
     folder = Path(name).expanduser()
-    if not (folder.is_dir() or is_hub_id(name) or name.startswith("toy:")):
+    if folder.is_dir() or is_hub_id(name) or name.startswith("toy:"):
+        return name
+    if images:
         raise UserError(
             f"{name} is neither a folder nor a data set: name a folder of images, a data set "
             "(cifar10, fashion:test), Parquet files, tars, or a model (its directory, a run's "
             "folder, or a hub id)"
         )
-    return name
+    raise UserError(
+        f"there is no model {name}: name its directory, a run's folder, or a hub id (owner/name)"
+    )
