@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.distill.langevin import Langevin, corrected, root_mean_square
-from stillhouse.process import Condition, Denoiser, NoiseSource, Record, predictions
+from stillhouse.process import Condition, Denoiser, NoiseSource, Record
+from stillhouse.process.predictions import rows
 
 Generator = Callable[[Tensor, Condition | None], Tensor]  # (z, condition) -> x
 
@@ -112,7 +113,7 @@ def diff_instruct(networks: Networks, given: Rows, noise: NoiseSource) -> Outcom
 def dmd(networks: Networks, given: Rows, noise: NoiseSource) -> Outcome:
     """Reverse KL, with every sample's pull divided by its size."""
     x, seen = _sampled(networks, given)
-    per_sample = given.weight.to(x) * attracted(x, seen.gap / _column(seen.size, x))
+    per_sample = given.weight.to(x) * attracted(x, seen.gap / rows(seen.size, x))
     return Outcome(per_sample, x.detach(), seen.numbers)
 
 
@@ -155,7 +156,7 @@ def f_distill(
             still, x_t, given.sigma, given.condition, noise, draws=draws, highest=highest
         )
     weight = given.weight * (power * found).exp().clamp(max=most)
-    per_sample = weight.to(x) * attracted(x, seen.gap / _column(seen.size, x))
+    per_sample = weight.to(x) * attracted(x, seen.gap / rows(seen.size, x))
     return Outcome(per_sample, x.detach(), seen.numbers | {"log_ratio": found})
 
 
@@ -189,7 +190,7 @@ class Judged(NamedTuple):
 
 def noisy(x: Tensor, given: Rows) -> Tensor:
     """x_t."""
-    return x + predictions.rows(given.sigma, x) * given.eps
+    return x + rows(given.sigma, x) * given.eps
 
 
 def judged(still: Still, x: Tensor, given: Rows) -> Judged:
@@ -221,10 +222,6 @@ def sid_terms(x: Tensor, taught: Tensor, faked: Tensor, k: float) -> Tensor:
 def summed(values: Tensor) -> Tensor:
     """[B, ...] -> [B]."""
     return values.flatten(1).sum(1)
-
-
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    return predictions.rows(values, like)
 
 
 # ---------------------------------------------------------------- the ratio of densities
@@ -272,8 +269,8 @@ def _ratio_slope(
     still: Still, x_t: Tensor, sigma: Tensor, v: Tensor, cond: Condition | None, unit: Tensor
 ) -> Tensor:
     """What is integrated over v, at one n."""
-    level, root = (sigma.double() ** 2 + v).sqrt(), _column(v.sqrt(), x_t)
-    y, square = x_t + root * unit, _column(level**2, x_t)
+    level, root = (sigma.double() ** 2 + v).sqrt(), rows(v.sqrt(), x_t)
+    y, square = x_t + root * unit, rows(level**2, x_t)
     taught, faked = still.teacher(y, level, cond), still.score(y, level, cond)
     away = (y - (taught + faked) / 2) / square - unit / root
     return summed((taught - faked) / square * away).double()

@@ -162,10 +162,6 @@ class Engine:
         """The network to call in a loss."""
         return self.networks[name].module
 
-    def inner(self, name: str) -> nn.Module:
-        """The network itself, for vector-Jacobian products and evaluation."""
-        return self.networks[name].inner
-
     # ------------------------------------------------------------ what a task calls
 
     def update(self, name: str, loss: Loss, rows: Any) -> Any:
