@@ -25,8 +25,9 @@ from stillhouse.distill.trajectories import Starts
 from stillhouse.engine.loop import Engine
 from stillhouse.engine.world import World, world
 from stillhouse.process import Condition
-from stillhouse.recipes.distill.distilling import DistillRun, lesson, plan_walk
+from stillhouse.recipes.distill.distilling import lesson, plan_walk
 from stillhouse.recipes.distill.methods import Sfd
+from stillhouse.recipes.distill.settings import DistillRun
 from stillhouse.recipes.distill.students import load_source, load_student
 from stillhouse.recipes.distill.told import Conditions
 

@@ -125,7 +125,7 @@ def test_every_picture_says_what_it_shows(pages):
 
 def every_config() -> Iterator[tuple[str, object]]:
     """A few commands' configs, as the commands themselves make them."""
-    from stillhouse.recipes.distill.distilling import DistillRun
+    from stillhouse.recipes.distill.settings import DistillRun
     from stillhouse.recipes.judge.evaluating import EvaluateRun
     from stillhouse.recipes.sampling import SampleRun
     from stillhouse.recipes.train.training import TrainRun

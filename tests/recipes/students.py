@@ -9,10 +9,8 @@ from small_models import save_scheduler, small_unet
 
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.world import World
-from stillhouse.recipes.distill.comparing import Comparison
-from stillhouse.recipes.distill.distilling import DistillRun
 from stillhouse.recipes.distill.methods import Sfd
-from stillhouse.recipes.distill.watching import StudentPreview
+from stillhouse.recipes.distill.settings import Comparison, DistillRun, StudentPreview
 
 EDM = {"_class_name": "EDMEulerScheduler", "sigma_data": 0.5}
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}

@@ -22,9 +22,9 @@ from stillhouse.errors import UserError
 from stillhouse.pipelines import load_denoiser
 from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
 from stillhouse.process import Condition, starting_noise
-from stillhouse.recipes.distill.comparing import Comparison
-from stillhouse.recipes.distill.distilling import read_evaluations, run
+from stillhouse.recipes.distill.distilling import run
 from stillhouse.recipes.distill.methods import ConsistencyConfig, ProgressiveConfig, Sfd, SfdV
+from stillhouse.recipes.distill.settings import Comparison, read_evaluations
 from stillhouse.recipes.distill.students import hearing_steps
 from stillhouse.recipes.parts import ClassifierFree, Dpmpp3M, Euler, Heun, PolynomialGrid, solver
 from stillhouse.recipes.sampling import SampleRun

@@ -24,11 +24,12 @@ from stillhouse.pipelines.few_steps import FewStepPipeline
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import starting_noise
 from stillhouse.recipes.distill import distilling as distilling_module
-from stillhouse.recipes.distill.comparing import Comparison, compare
-from stillhouse.recipes.distill.distilling import DistillRun, run
+from stillhouse.recipes.distill.comparing import compare
+from stillhouse.recipes.distill.distilling import run
 from stillhouse.recipes.distill.methods import Sfd, SfdV
+from stillhouse.recipes.distill.settings import Comparison, DistillRun, StudentPreview
 from stillhouse.recipes.distill.students import as_student
-from stillhouse.recipes.distill.watching import StudentPreview, draw_all
+from stillhouse.recipes.distill.watching import draw_all
 from stillhouse.recipes.parts import ClassifierFree
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample

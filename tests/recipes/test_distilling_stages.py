@@ -19,7 +19,6 @@ from stillhouse.pipelines.few_steps import read_walk
 from stillhouse.process import EDM as EdmProcess
 from stillhouse.process import VP as VpProcess
 from stillhouse.process import Flow, KeyedNoise, Scaling, alphas_cumprod, betas, starting_noise
-from stillhouse.recipes.distill.comparing import Comparison
 from stillhouse.recipes.distill.distilling import run
 from stillhouse.recipes.distill.lessons import Lesson
 from stillhouse.recipes.distill.methods import (
@@ -29,6 +28,7 @@ from stillhouse.recipes.distill.methods import (
     SfdV,
     check_second_stage,
 )
+from stillhouse.recipes.distill.settings import Comparison
 from stillhouse.recipes.parts import ClassifierFree, Heun
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.sampling import run as sample

@@ -28,21 +28,14 @@ from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
 from stillhouse.process import keyed_normal, starting_noise
 from stillhouse.recipes.distill import correcting
 from stillhouse.recipes.distill.cards import spell_card
-from stillhouse.recipes.distill.comparing import Comparison, energy
+from stillhouse.recipes.distill.comparing import energy
 from stillhouse.recipes.distill.correcting import run as correct
-from stillhouse.recipes.distill.distilling import (
-    DistillRun,
-    lesson,
-    networks,
-    run,
-    stages_of,
-    usual,
-)
+from stillhouse.recipes.distill.distilling import lesson, networks, run, stages_of
 from stillhouse.recipes.distill.generators import GENERATORS, Emd, FDistill, ReverseKL, SidConfig
 from stillhouse.recipes.distill.lessons import Wanted
 from stillhouse.recipes.distill.methods import ProgressiveConfig, Sfd
+from stillhouse.recipes.distill.settings import Comparison, DistillRun, StudentPreview, usual
 from stillhouse.recipes.distill.students import load_source, load_student
-from stillhouse.recipes.distill.watching import StudentPreview
 from stillhouse.recipes.parts import ClassifierFree, Heun
 from stillhouse.recipes.sampling import Correction, SampleRun
 from stillhouse.recipes.sampling import run as sample

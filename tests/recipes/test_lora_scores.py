@@ -26,17 +26,11 @@ from stillhouse.errors import UserError
 from stillhouse.models.adapters import adapter_sizes, add_adapters, load_adapters
 from stillhouse.pipelines import load_denoiser
 from stillhouse.process import Condition, keyed_normal, starting_noise
-from stillhouse.recipes.distill.comparing import Comparison
 from stillhouse.recipes.distill.correcting import run as correct
-from stillhouse.recipes.distill.distilling import (
-    DistillRun,
-    lesson,
-    network_config,
-    plan_walk,
-    run,
-)
+from stillhouse.recipes.distill.distilling import lesson, network_config, plan_walk, run
 from stillhouse.recipes.distill.generators import Emd, SidConfig
 from stillhouse.recipes.distill.scores import with_score
+from stillhouse.recipes.distill.settings import Comparison, DistillRun
 from stillhouse.recipes.distill.students import Source, load_source, load_student
 from stillhouse.recipes.distill.told import Conditions
 from stillhouse.recipes.parts import Autoguidance, ClassifierFree

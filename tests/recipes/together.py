@@ -4,7 +4,7 @@ from pathlib import Path
 
 import loaded
 
-from stillhouse.recipes.distill.distilling import DistillRun
+from stillhouse.recipes.distill.settings import DistillRun
 
 # Of both processes: what the teacher's weights are once it is loaded.
 LOOKING = """
@@ -29,7 +29,8 @@ def distil_by_two(config: DistillRun, folder: Path, *, sharded_teacher: bool = F
     script = folder / "both.py"
     script.write_text(
         f"{LOOKING if sharded_teacher else ''}"
-        "from stillhouse.recipes.distill.distilling import DistillRun, run\n"
+        "from stillhouse.recipes.distill.distilling import run\n"
+        "from stillhouse.recipes.distill.settings import DistillRun\n"
         f"run(DistillRun.model_validate_json({config.model_dump_json()!r}))\n"
     )
     done = loaded.run(str(script), processes=2, timeout=None)

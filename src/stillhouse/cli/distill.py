@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stillhouse.recipes.distill.distilling import DistillRun
+    from stillhouse.recipes.distill.settings import DistillRun
 
 FLAG = re.compile(r"--method(\.kind)?(=|$)")
 
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
-    from stillhouse.recipes.distill.distilling import describe, run, usual
+    from stillhouse.recipes.distill.distilling import describe, run
+    from stillhouse.recipes.distill.settings import usual
 
     dry = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]

@@ -2,24 +2,22 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stillhouse.files import write_whole
 from stillhouse.pipelines.few_steps import read_walk
 from stillhouse.pipelines.load import LORA_WEIGHTS, read_json
 from stillhouse.recipes.distill.generators import Matched
+from stillhouse.recipes.distill.settings import DistillRun
 from stillhouse.recipes.distill.students import guidance_in
 from stillhouse.recipes.parts import NoGuidance
-
-if TYPE_CHECKING:
-    from stillhouse.recipes.distill.distilling import DistillRun
 
 PLOT = "comparison.png"
 EVERYWHERE = (0.0, float("inf"))  # the interval of guidance at every level
 NAMES = {"euler": "teacher, Euler (DDIM)", "dpmpp-3m": "teacher, DPM++ 3M", "gits": "teacher, GITS"}
 
 
-def write_card(config: "DistillRun", record: dict[str, Any]) -> None:
+def write_card(config: DistillRun, record: dict[str, Any]) -> None:
     """README.md in the student's folder, with the run's last picture and its comparison."""
     folder = config.out / "model"
     shutil.copyfile(max((config.out / "samples").glob("*.png")), folder / "samples.png")
@@ -28,7 +26,7 @@ def write_card(config: "DistillRun", record: dict[str, Any]) -> None:
     write_whole(folder / "README.md", spell_card(config, record).encode())
 
 
-def spell_card(config: "DistillRun", record: dict[str, Any]) -> str:
+def spell_card(config: DistillRun, record: dict[str, Any]) -> str:
     generator = isinstance(config.method, Matched)
     below = f"the student with {known(config)}, from the same noise"
     if generator:
@@ -48,7 +46,7 @@ def spell_card(config: "DistillRun", record: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def frontmatter(config: "DistillRun") -> str:
+def frontmatter(config: DistillRun) -> str:
     """With the teacher's name on the hub, if it has one."""
     lines = ["library_name: diffusers", "tags: [stillhouse, diffusion, distillation]"]
     if not Path(config.model).expanduser().exists():
@@ -56,7 +54,7 @@ def frontmatter(config: "DistillRun") -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def tell_teacher(config: "DistillRun") -> str:
+def tell_teacher(config: DistillRun) -> str:
     """Who it is, what it was guided by, and whether plain diffusers opens its student."""
     place = Path(config.model).expanduser().resolve()
     name, learnt, opened = place.name if place.exists() else config.model, "", ""
@@ -77,7 +75,7 @@ def tell_teacher(config: "DistillRun") -> str:
     return f"Its teacher is `{name}`{learnt}.{opened}"
 
 
-def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
+def tell_walks(config: DistillRun, record: dict[str, Any]) -> list[str]:
     """Of a student that takes its teacher's walks: how near it comes to where they end."""
     made = (
         f"Distilled by `{config.method.kind}` on {taught(config, record)}, without data. It "
@@ -104,14 +102,14 @@ def tell_walks(config: "DistillRun", record: dict[str, Any]) -> list[str]:
     ]
 
 
-def known(config: "DistillRun") -> str:
+def known(config: DistillRun) -> str:
     """The numbers of evaluations that the student takes."""
     walk = read_walk(config.out / "model")
     assert walk is not None  # which its exporter has written
     return ", ".join(map(str, walk.evaluations))
 
 
-def tell_opening(config: "DistillRun") -> str:
+def tell_opening(config: DistillRun) -> str:
     """What reads the student, and how it is walked."""
     if not config.adapters:
         return (
@@ -122,7 +120,7 @@ def tell_opening(config: "DistillRun") -> str:
     return f"adapters are opened by diffusers, in the teacher's pipeline:\n\n```py\n{lines}\n```"
 
 
-def opening_adapters(config: "DistillRun", pipeline: str, place: str) -> list[str]:
+def opening_adapters(config: DistillRun, pipeline: str, place: str) -> list[str]:
     """Python that does: the base `pipeline`, with what is in `place`."""
     folder = config.out / "model"
     scheduler = read_json(folder / "scheduler/scheduler_config.json")["_class_name"]
@@ -142,7 +140,7 @@ def opening_adapters(config: "DistillRun", pipeline: str, place: str) -> list[st
     ]
 
 
-def tell_guidance(config: "DistillRun", record: dict[str, Any]) -> list[str]:
+def tell_guidance(config: DistillRun, record: dict[str, Any]) -> list[str]:
     """What a row of the teacher costs beside the student's."""
     walk = read_walk(config.out / "model")
     if len(record["distance"]) == 1 or walk is None:  # there is none
@@ -157,7 +155,7 @@ def tell_guidance(config: "DistillRun", record: dict[str, Any]) -> list[str]:
     ]
 
 
-def judged(config: "DistillRun") -> str:
+def judged(config: DistillRun) -> str:
     """The command; it opens no adapters, but reads a folder of what they have drawn."""
     if config.adapters:
         return "`stillhouse evaluate FOLDER_OF_ITS_IMAGES --reference DATA`"
@@ -165,7 +163,7 @@ def judged(config: "DistillRun") -> str:
     return f"`stillhouse evaluate THIS_FOLDER --reference DATA --steps {steps}`"
 
 
-def taught(config: "DistillRun", record: dict[str, Any]) -> str:
+def taught(config: DistillRun, record: dict[str, Any]) -> str:
     walks, images = getattr(config.method, "walks", 0), record["images"]
     again = 0 < walks < images
     return (
@@ -173,7 +171,7 @@ def taught(config: "DistillRun", record: dict[str, Any]) -> str:
     )
 
 
-def tell_generator(config: "DistillRun", record: dict[str, Any]) -> list[str]:
+def tell_generator(config: DistillRun, record: dict[str, Any]) -> list[str]:
     """Of one that draws what its teacher draws, but not from the same noise."""
     made = (
         f"Distilled by `{config.method.kind}` on {record['images']:,} samples of its own, without "

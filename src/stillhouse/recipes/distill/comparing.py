@@ -5,13 +5,11 @@ draw from the same distribution, from noise of their own: `energy`.
 """
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from stillhouse.config import Config
 from stillhouse.distill.sfd import NAME
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.loop import Engine, Task
@@ -21,6 +19,7 @@ from stillhouse.process import starting_noise
 from stillhouse.recipes import pictures
 from stillhouse.recipes.distill.cards import PLOT, write_card
 from stillhouse.recipes.distill.generators import Matched
+from stillhouse.recipes.distill.settings import Comparison, DistillRun
 from stillhouse.recipes.distill.students import (
     Source,
     as_student,
@@ -30,50 +29,21 @@ from stillhouse.recipes.distill.students import (
 )
 from stillhouse.recipes.distill.watching import draw_all
 from stillhouse.recipes.parts import (
-    Dpmpp3M,
     Ipndm,
     NoGuidance,
     SearchedGrid,
-    SolverName,
     solver,
 )
 from stillhouse.recipes.sampling import SampleRun
 from stillhouse.recipes.subjects import Subject
 from stillhouse.solvers import search_grid
 
-if TYPE_CHECKING:
-    from stillhouse.recipes.distill.distilling import DistillRun
-
 RECORD = "comparison.json"
 GITS = "gits"
 WALKED_BY = Ipndm(lower_order_final=False)  # as published: of the same order to the end
 
 
-class Comparison(Config):
-    """At the end: distance to the teacher's long walks."""
-
-    count: NonNegativeInt = 64
-    """Samples; 0: nothing is compared."""
-    steps: PositiveInt = 50
-    """Of the teacher's long walks."""
-    walk: Dpmpp3M = Dpmpp3M()
-    """What takes them."""
-    solvers: tuple[SolverName | Literal["gits"], ...] = ("euler", "dpmpp-3m", "gits")
-    """Of the teacher with as few evaluations; euler is DDIM, gits ipndm on a searched grid."""
-    searched: PositiveInt = 16
-    """Samples that the search of gits walks with; 256 in its paper."""
-    fine: Annotated[int, Field(ge=3)] = 41
-    """Levels that it chooses from; 61 in its paper."""
-    batch: PositiveInt = 16
-    """Samples per network call."""
-    seed: int = 1
-    """Of the samples' noise."""
-    against: str = ""
-    """Whose long walks they are, where the teacher is a student itself: the model that taught it
-    first. The teacher, if not given; stages of progressive distillation know theirs."""
-
-
-def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:
+def compare(config: DistillRun, source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:
     """What the run has cost and, if it was asked for, how near its student comes; and the card."""
     cost = evaluations_per_image(config, engine.task)
     record = {
@@ -93,9 +63,7 @@ def compare(config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
     return record
 
 
-def measured(
-    config: "DistillRun", source: Source, engine: Engine, walk: FewSteps
-) -> dict[str, Any]:
+def measured(config: DistillRun, source: Source, engine: Engine, walk: FewSteps) -> dict[str, Any]:
     """Distances of decoded images in [-1, 1], by kind and evaluations."""
     wanted = config.comparison
     counts, long = walk.evaluations, first_teacher(config, source, walk, engine)
@@ -130,7 +98,7 @@ def measured(
     }
 
 
-def first_teacher(config: "DistillRun", source: Source, walk: FewSteps, engine: Engine) -> Source:
+def first_teacher(config: DistillRun, source: Source, walk: FewSteps, engine: Engine) -> Source:
     """Whose long walks count: guided as those were that the student knows."""
     name = config.comparison.against
     if not name:
@@ -153,7 +121,7 @@ def searched(
     return {n: found[n + 1] for n in counts}
 
 
-def evaluations_per_image(config: "DistillRun", task: Task) -> float:
+def evaluations_per_image(config: DistillRun, task: Task) -> float:
     """Of networks, a backward pass counted as two; walks that are kept are made once."""
     walks = getattr(config.method, "walks", 0) or config.images
     each = task.evaluations_per_image  # type: ignore[attr-defined]
@@ -181,7 +149,7 @@ def energy(found: Tensor, goal: Tensor) -> float:
     return (2 * across - own - theirs) / max(2 * across, 1e-30)
 
 
-def generator(config: "DistillRun") -> bool:
+def generator(config: DistillRun) -> bool:
     return isinstance(config.method, Matched)
 
 
@@ -190,7 +158,7 @@ def spread(found: Tensor) -> float:
     return float(found.double().var(0, correction=0).mean().sqrt())
 
 
-def plot(record: dict[str, Any], config: "DistillRun") -> None:
+def plot(record: dict[str, Any], config: DistillRun) -> None:
     """The same as curves."""
     plt = pictures.pyplot()
     figure, axis = plt.subplots(figsize=(4.6, 3.6), layout="constrained")

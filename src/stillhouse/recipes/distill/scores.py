@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,14 +27,12 @@ from stillhouse.pipelines import checkpoint_files, load_denoiser, save_denoiser
 from stillhouse.pipelines.load import read_json
 from stillhouse.process import Condition, Denoiser, NetworkDenoiser
 from stillhouse.recipes.distill.generators import Matched, SidConfig
+from stillhouse.recipes.distill.settings import DistillRun
 from stillhouse.recipes.distill.students import Source, shares_teacher
 from stillhouse.recipes.distill.watching import unclipped
 from stillhouse.recipes.parts import Guidance
 from stillhouse.recipes.subjects import Subject
 from stillhouse.recipes.train.watching import PREFIX
-
-if TYPE_CHECKING:
-    from stillhouse.recipes.distill.distilling import DistillRun
 
 FOLDER = "score"  # in the run's, beside the generator's
 Adding = Callable[[nn.Module], dict[str, Any]]  # adapters to a network; peft's options of them
@@ -52,7 +50,7 @@ class Shared:
     subject: Subject  # the teacher
 
 
-def with_score(config: "DistillRun", source: Source, here: World) -> Source:
+def with_score(config: DistillRun, source: Source, here: World) -> Source:
     """The source with a fake score on its teacher's own network, where one is asked for."""
     check_gradients(config)
     if not shares_teacher(config):
@@ -64,7 +62,7 @@ def with_score(config: "DistillRun", source: Source, here: World) -> Source:
     return replace(source, subject=found.subject, score=found.score, adapters=found.options)
 
 
-def check_gradients(config: "DistillRun") -> None:
+def check_gradients(config: DistillRun) -> None:
     """What would not be learnt, or not from the teacher."""
     shared, sid = shares_teacher(config), isinstance(config.method, SidConfig)
     if config.teacher == "float16" and (shared or sid):
@@ -149,7 +147,7 @@ class ScoreExporter:
         return save_denoiser(self.folder, network, weights, scheduler, facts=facts)
 
 
-def exported(config: "DistillRun", source: Source) -> bool:
+def exported(config: DistillRun, source: Source) -> bool:
     """Whether the run keeps its fake score; no full one where a student is a whole pipeline."""
     return isinstance(config.method, Matched) and (source.score is not None or not source.pipeline)
 

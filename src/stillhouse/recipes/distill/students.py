@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -29,14 +29,12 @@ from stillhouse.pipelines.families import (
 from stillhouse.pipelines.schedules import read_schedule
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes.distill.generators import Matched
+from stillhouse.recipes.distill.settings import DistillRun
 from stillhouse.recipes.distill.told import find_labels, find_prompts
 from stillhouse.recipes.judge.galleries import model_folder
 from stillhouse.recipes.parts import Guidance
 from stillhouse.recipes.subjects import Subject, Wish, load_subject
 from stillhouse.recipes.train.tuning import Tuned
-
-if TYPE_CHECKING:
-    from stillhouse.recipes.distill.distilling import DistillRun
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Source:
         return steps if known is None else max(known.evaluations)
 
 
-def load_source(config: "DistillRun", here: World, like: Source | None = None) -> Source:
+def load_source(config: DistillRun, here: World, like: Source | None = None) -> Source:
     """The teacher: in its own precision, spread as the student is where that is sharded.
 
     Not where the fake score is a part of it, which the engine will spread. It is told what `like`
@@ -113,7 +111,7 @@ def load_source(config: "DistillRun", here: World, like: Source | None = None) -
     return Source(name, folder, subject, prompts)
 
 
-def shares_teacher(config: "DistillRun") -> bool:
+def shares_teacher(config: DistillRun) -> bool:
     """Whether the fake score is adapters on the teacher."""
     return isinstance(config.method, Matched) and config.method.score == "lora"
 
@@ -134,7 +132,7 @@ def teacher_digest(folder: Path) -> str:
     return fingerprint([file for files in checkpoint_files(folder).values() for file in files])
 
 
-def load_student(config: "DistillRun", source: Source, walk: FewSteps) -> NetworkDenoiser:
+def load_student(config: DistillRun, source: Source, walk: FewSteps) -> NetworkDenoiser:
     """The teacher's weights in float32, with a way to hear the number of steps if it is told."""
     denoiser, told = load_denoiser(source.folder), walk.told
     network: Any = denoiser.network

@@ -7,13 +7,11 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from stillhouse.config import Config
 from stillhouse.distill.sfd import NAME
 from stillhouse.distill.walks import FewSteps
 from stillhouse.engine.loop import Engine
@@ -24,27 +22,12 @@ from stillhouse.pipelines.load import checkpoint_files, read_json
 from stillhouse.pipelines.save import save_lora, save_pipeline, save_scheduler
 from stillhouse.process import NetworkDenoiser
 from stillhouse.recipes import pictures
+from stillhouse.recipes.distill.settings import DistillRun, StudentPreview
 from stillhouse.recipes.distill.students import Source, as_student
 from stillhouse.recipes.sampling import SampleRun, build_grid, draw_batch, walked
 from stillhouse.recipes.subjects import Subject
 from stillhouse.recipes.train.tuning import Tuned
 from stillhouse.recipes.train.watching import PREFIX
-
-if TYPE_CHECKING:
-    from stillhouse.recipes.distill.distilling import DistillRun
-
-
-class StudentPreview(Config):
-    """Samples of the teacher above those of the student, from the same noise."""
-
-    every: NonNegativeInt = 0
-    """Images between pictures; 0: an eighth of the run, 12,800 at most."""
-    count: PositiveInt = 8
-    """Samples in a row."""
-    steps: PositiveInt = 20
-    """Of the teacher."""
-    seed: int = 0
-    """Of the samples' noise."""
 
 
 def draw_all(
@@ -110,7 +93,7 @@ class StudentDrawer:
 class StudentExporter:
     """Writes the student: as its teacher's folder is, and with the walks that it knows."""
 
-    config: "DistillRun"
+    config: DistillRun
     source: Source
     student: NetworkDenoiser
     walk: FewSteps
