@@ -243,7 +243,7 @@ def prompts_of(model: str, work: Path) -> str:
     file = work / "prompts.txt"
     if not file.exists():
         work.mkdir(parents=True, exist_ok=True)
-        found = sorted(find_prompts("emoji", "text"))
+        found = sorted(find_prompts("emoji", ""))
         file.write_text("\n".join(random.Random(0).sample(found, ASKED)) + "\n")
     return f"--prompts {file}"
 

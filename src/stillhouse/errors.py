@@ -28,4 +28,6 @@ def storage_trouble(error: OSError) -> str:
 
 def missing_extra(package: str, extra: str) -> UserError:
     """An optional dependency is not installed: the line to run."""
-    return UserError(f"{package} is not installed; run: pip install 'stillhouse[{extra}]'")
+    return UserError(
+        f"{package} is not installed; in your clone of Stillhouse run: pip install -e '.[{extra}]'"
+    )

@@ -210,16 +210,16 @@ MISTAKES: dict[str, Mistake] = {
         "no weights at no.safetensors",
         "correct --detector.weights",
     ),
-    "no Ray": Mistake(f"{LATENTS} vae", "ray is not installed", "'stillhouse[scale]'", "ray"),
-    "no gradio": Mistake("demo unet", "gradio is not installed", "'stillhouse[demo]'", "gradio"),
+    "no Ray": Mistake(f"{LATENTS} vae", "ray is not installed", "'.[scale]'", "ray"),
+    "no gradio": Mistake("demo unet", "gradio is not installed", "'.[demo]'", "gradio"),
     "no torch-fidelity": Mistake(
         "evaluate photos --reference photos --count 6 --detector inception",
         "torch-fidelity is not installed",
-        "'stillhouse[metrics]'",
+        "'.[metrics]'",
         "torch_fidelity",
     ),
     "no 8-bit optimiser": Mistake(
-        f"{POINTS} --optim adamw-8bit --out OUT", "torchao is", "'stillhouse[8bit]'", "torchao"
+        f"{POINTS} --optim adamw-8bit --out OUT", "torchao is", "'.[8bit]'", "torchao"
     ),
     # ------------------------------------------------------------ distilling, features
     "toy to distil": Mistake("distill toy:moons", "a toy is a formula", "train toy-moons"),

@@ -112,6 +112,7 @@ def task_of(here: World, **options: Any) -> Matching:
         teacher,
         2.5,
         here,
+        options.get("seed", 0),
         method=method_of(**options),
         levels=LEVELS,
         objective=Denoising(LEVELS),

@@ -121,22 +121,27 @@ def test_a_teacher_answers_as_it_is_kept_where_updates_are_mixed(method):
 
 
 def test_the_fake_score_learns_fresh_samples_that_no_chain_has_corrected():
-    """Its first loss, by hand: latents, noise and levels of its own, and the student as it is."""
+    """Its first losses, by hand: latents, noise and levels of its own, and the student as it is,
+    which after an update its average is not.
+    """
     task = task_of(HERE, dropout=0.3, score_steps=1)
-    engine, start = engine_of(task, HERE), batch_of()
-    student = Blocks(0.3).double().eval()
-    score = Blocks(0.0).double()
-    z = keyed_normal((2,), range(BATCH), seed=0, purpose="distill/score0/latent").double()
-    x = student(2.5 * z, torch.tensor(2.5), start.condition).detach()
-    noise = keyed_normal((2,), range(BATCH), seed=0, purpose="distill/score0/noise")
-    sigma = LEVELS.quantile(keyed_uniform(range(BATCH), seed=0, purpose="distill/score0/sigma"))
-    x_t = x + sigma[:, None] * noise
-    weight = sigma**-2 + 0.5**-2
+    engine = engine_of(task, HERE)
     task.score.dropout = 0.0
-    task.step(start, engine)
-    error = (score(x_t, sigma, start.condition) - x).detach().square().mean(1)
-    assert engine.updates["score"][0].loss == pytest.approx(float((weight * error).mean()))
-    assert not torch.equal(z, start.noise)
+    student, score = Blocks(0.3).double().eval(), Blocks(0.0).double()
+    for i, keys in enumerate((range(BATCH), range(BATCH, 2 * BATCH))):
+        start = starts().rows(torch.tensor(keys))
+        student.load_state_dict(task.student.state_dict())
+        score.load_state_dict(task.score.state_dict())
+        z = keyed_normal((2,), keys, seed=0, purpose="distill/score0/latent").double()
+        x = student(2.5 * z, torch.tensor(2.5), start.condition).detach()
+        noise = keyed_normal((2,), keys, seed=0, purpose="distill/score0/noise")
+        sigma = LEVELS.quantile(keyed_uniform(keys, seed=0, purpose="distill/score0/sigma"))
+        x_t = x + sigma[:, None] * noise
+        weight = sigma**-2 + 0.5**-2
+        error = (score(x_t, sigma, start.condition) - x).detach().square().mean(1)
+        task.step(start, engine)
+        assert engine.updates["score"][i].loss == pytest.approx(float((weight * error).mean()))
+        assert not torch.equal(z, start.noise)
 
 
 def test_every_update_of_the_fake_score_has_samples_of_its_own():
@@ -156,10 +161,17 @@ def test_every_update_of_the_fake_score_has_samples_of_its_own():
 
 
 def test_the_generator_follows_the_chain_that_its_keys_give():
-    """One batch by hand, dropout off within the chain."""
-    task, how = task_of(HERE, dropout=0.3, K=3), Langevin(3, latent_step=1e-3)
+    """One batch by hand, dropout off within the chain, and where the update begins."""
+    task = task_of(HERE, dropout=0.3, K=3, latent_step=0.05)
+    how = Langevin(3, latent_step=0.05)
     engine, start = engine_of(task, HERE), batch_of()
-    given = task.rows(start)
+    given, learnt = task.rows(start), list[tuple[torch.Tensor, ...]]()
+
+    def note(module, given):
+        if module.training:  # the chain evaluates it
+            learnt.append(given)
+
+    task.student.register_forward_pre_hook(note)
     task.step(start, engine)
     student, score = (Blocks(0.3).double().eval() for _ in range(2))
     score.load_state_dict(task.score.state_dict())  # as its own updates have left it
@@ -176,10 +188,36 @@ def test_the_generator_follows_the_chain_that_its_keys_give():
     walk = corrected(generator, gap, given.z, given.eps, given.sigma, how, noise)
     expected = float(0.5 * walk.shift.square().sum(1).mean())
     assert engine.updates["student"][0].loss == pytest.approx(expected, rel=1e-6)
+    ((x, level, *_),) = learnt  # of the latents where the chain has ended, at the level of samples
+    assert float(level) == 2.5
+    assert torch.allclose(x, 2.5 * walk.z, atol=1e-12)
+    assert (walk.z - given.z).abs().max() > 0.1
     report = task.report()
     assert report["watch/gap"] == pytest.approx(float(walk.gaps.mean()))
     assert report["watch/drift"] == pytest.approx(float(walk.drift.mean()))
     assert report["watch/stiffness"] == pytest.approx(float(walk.stiffness.max()))
+
+
+def test_all_that_is_drawn_follows_the_seed():
+    """Or the spread over seeds would be that of their weights alone."""
+    task, seen = task_of(HERE, seed=3, score_steps=1), []
+    engine, start, keys = engine_of(task, HERE), batch_of(), range(BATCH)
+
+    def method(networks, given, noise):
+        seen.append((given, noise(given.z, 4)))
+        return METHODS["dmd"](networks, given, noise)
+
+    task.method = method
+    fresh = list[torch.Tensor]()
+    task.student.register_forward_pre_hook(lambda module, given: fresh.append(given[0]))
+    task.step(start, engine)
+    ((given, unit),) = seen
+    of = partial(keyed_normal, (2,), keys, seed=3)
+    assert torch.equal(fresh[0], 2.5 * of(purpose="distill/score0/latent").double())
+    assert torch.equal(given.eps, of(purpose="distill/noise").double())
+    uniform = keyed_uniform(keys, seed=3, purpose="distill/level")
+    assert torch.equal(given.sigma, LEVELS.quantile(uniform))
+    assert torch.equal(unit, ChainNoise(list(keys), 3)(given.z, 4))
 
 
 def test_exact_em_weights_a_level_by_its_signal_to_noise_ratio():
@@ -262,9 +300,6 @@ def test_evaluations_are_those_that_happen():
         module.register_forward_hook(partial(count, name))
     task.step(batch_of(), engine)
     assert sum(calls.values()) == task.evaluations_per_image.student
-
-
-# ---------------------------------------------------------------- levels
 
 
 # ---------------------------------------------------------------- trouble

@@ -343,6 +343,9 @@ def test_other_words_are_no_evaluations(words):
         ),
         ({"adapters": 4}, "no pipeline that adapters could be loaded into"),
         ({"prompts": "none.txt"}, "none.txt cannot be read as a list of prompts"),
+        ({"prompt_column": "words"}, "--prompt-column is of a data set"),
+        ({"prompts": "none.txt", "prompt_column": "words"}, "--prompt-column is of a data set"),
+        ({"prompt_encoder": "somewhere"}, "takes no prompts: leave --prompt-encoder out"),
         ({"labels": (1,)}, "knows no classes"),
         ({"method": ProgressiveConfig(first=6), "evaluations": "2"}, "do not come down to 2"),
         ({"method": ProgressiveConfig(), "evaluations": "1..2"}, "ends with one number"),
@@ -365,6 +368,27 @@ def test_walks_of_a_run_that_is_gone_are_not_taken_for_its_own(teacher, tmp_path
         run(config)
     shutil.rmtree(config.out / "walks")
     run(config)
+
+
+def test_a_run_that_ends_within_its_last_batch_is_told_of_when_it_is_run_again(teacher, tmp_path):
+    """As one that was broken off while its student was compared."""
+    config = distilling(teacher, tmp_path / "run", images=10, comparison=Comparison(count=2))
+    run(config)
+    told = (config.out / "comparison.json").read_text()
+    assert json.loads(told)["images"] == 12  # whole batches of 4
+    (config.out / "comparison.json").unlink()
+    run(config)
+    assert (config.out / "comparison.json").read_text() == told
+    with pytest.raises(UserError, match="is at 12 images already, beyond --images 8"):
+        run(config.model_copy(update={"images": 8}))
+
+
+def test_more_evaluations_than_levels_are_searched_all_the_same(teacher, tmp_path):
+    wanted = Comparison(count=2, steps=3, fine=3, searched=2, solvers=("gits",))
+    settings = {"method": Sfd(refinement=1), "evaluations": "4", "comparison": wanted}
+    run(distilling(teacher, tmp_path / "run", images=4, **settings))
+    found = json.loads((tmp_path / "run/comparison.json").read_text())
+    assert found["distance"]["gits"].keys() == {"4"}
 
 
 def test_a_student_refuses_walks_that_it_does_not_know(teacher, tmp_path):

@@ -165,6 +165,9 @@ def test_later_stages_are_compared_with_the_first_teacher(tmp_path):
         assert found["spread"]["teacher"] == pytest.approx(first["spread"]["teacher"], rel=1e-6)
     cards = [(tmp_path / folder / "model/README.md").read_text() for folder in folders]
     assert ["the first teacher's 4 steps" in card for card in cards] == [False, True, True]
+    assert [card.count("million in this stage") for card in cards] == [1, 1, 1]
+    begun = "Its teacher is `2-steps`, which was made from `teacher`, guided"
+    assert [begun in card for card in cards] == [False, True, True]
     # Of rows of the guided teacher, in later stages too.
     assert ["its network is called 2n times" in card for card in cards] == [True] * 3
 

@@ -9,6 +9,7 @@ from PIL import Image
 from recipes.students import CLASSES, EDM, HERE, WEIGHTS, bare, column_of, distilling
 from safetensors.torch import load_file
 
+from stillhouse.cli.distill import next_steps
 from stillhouse.errors import UserError
 from stillhouse.recipes.distill.distilling import digest, run
 from stillhouse.recipes.distill.students import load_source
@@ -28,9 +29,9 @@ def test_a_share_that_hears_nothing_needs_a_nothing(tmp_path):
 def test_other_prompts_of_the_same_name_are_another_run(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("red\nblue\n")
-    before = digest(find_prompts(str(file), "text"))
+    before = digest(find_prompts(str(file), ""))
     file.write_text("red\ngreen\n")
-    after = digest(find_prompts(str(file), "text"))
+    after = digest(find_prompts(str(file), ""))
     assert before != after
     check_origins(tmp_path, {"prompts": after})  # where nothing is known
     (tmp_path / "run.json").write_text(json.dumps({"config": {}, "prompts": before}))
@@ -48,8 +49,15 @@ def classes_moved(teacher, student):
 def test_labels_are_those_that_were_asked_for(tmp_path):
     """A class that is not drawn is not learnt: its embedding keeps its bits."""
     teacher = bare(tmp_path / "teacher", EDM, num_class_embeds=8)
-    run(distilling(teacher, tmp_path / "run", labels=(2, 3)))
-    assert classes_moved(teacher, tmp_path / "run/model") == [2, 3]
+    config = distilling(teacher, tmp_path / "run", labels=(2, 3))
+    run(config)
+    model = tmp_path / "run/model"
+    assert classes_moved(teacher, model) == [2, 3]
+    card = (model / "README.md").read_text()
+    assert "some of its teacher's classes alone: `--labels 2 3`." in card
+    assert next_steps(config) == [f"stillhouse sample {model} --labels 2 3 --out DIR"]
+    run(distilling(teacher, tmp_path / "all"))
+    assert "--labels" not in (tmp_path / "all/model/README.md").read_text()
 
 
 def test_some_are_told_nothing_so_that_the_student_can_be_guided(tmp_path):

@@ -25,7 +25,7 @@ from stillhouse.engine.world import World
 from stillhouse.errors import UserError
 from stillhouse.pipelines import load_denoiser
 from stillhouse.pipelines.few_steps import FewStepPipeline, read_walk
-from stillhouse.process import keyed_normal, starting_noise
+from stillhouse.process import Condition, keyed_normal, starting_noise
 from stillhouse.recipes.distill import correcting
 from stillhouse.recipes.distill.cards import spell_card
 from stillhouse.recipes.distill.comparing import energy
@@ -39,6 +39,7 @@ from stillhouse.recipes.distill.students import load_source, load_student
 from stillhouse.recipes.parts import ClassifierFree, Heun
 from stillhouse.recipes.sampling import Correction, SampleRun
 from stillhouse.recipes.sampling import run as sample
+from stillhouse.solvers import classifier_free
 
 FAMILY = [
     Emd(langevin=2),
@@ -286,7 +287,8 @@ def test_the_dry_run_of_stages_tells_each(teacher, tmp_path, capsys):
     words = "--dry-run --method progressive --method.first 8 --evaluations 2 --images 256"
     main(["distill", str(teacher), "--out", str(tmp_path / "run"), *words.split()])
     told = capsys.readouterr().out
-    assert f"then 128 images in {tmp_path}/run/2-steps" in told
+    seven = "7 network evaluations per image, 896 in all"  # two steps of four, and one learnt
+    assert f"then 128 images in {tmp_path}/run/2-steps: {seven}" in told
     assert "128 images in 1 steps of 128\n11 network evaluations per image, 1,408 in all" in told
 
 
@@ -396,11 +398,29 @@ def test_samples_are_corrected_by_the_teacher_as_it_was_guided(tmp_path):
     guided = {"guidance": ClassifierFree(weight=3.0), "null_label": 7, "evaluations": "1"}
     run(distilling(folder, tmp_path / "run", method=Emd(langevin=1), **guided))
     how, found = Correction(steps=2, latent_step=0.01), []
+    model = tmp_path / "run/model"
     for null in (None, 5):  # nobody is asked which label stands for no class
-        asked = {"model": str(tmp_path / "run/model"), "null_label": null, "count": 2}
+        asked = {"model": str(model), "null_label": null, "labels": (2,), "count": 2}
         correct(SampleRun(**asked, correct=how, out=tmp_path / "out", device="cpu"))
         found.append(json.loads((tmp_path / "out/correction.json").read_text()))
     assert found[0] == found[1]
+    # By hand: how far teacher and score are apart where the chain begins.
+    student, score, plain = (
+        load_denoiser(place).requires_grad_(False)
+        for place in (model, tmp_path / "run/score", folder)
+    )
+    guide = classifier_free(plain, Condition(label=torch.tensor([7])), 3.0)
+    cond, z = Condition(label=torch.tensor([2, 2])), starting_noise((3, 8, 8), range(2), seed=0)
+    x = student(20 * z.float(), torch.tensor(20.0), cond)
+    x = x + keyed_normal((3, 8, 8), [0, 1], seed=0, purpose="correct").float()  # at level 1
+    sigma = torch.ones(2)
+
+    def apart(teacher):
+        gap = teacher(x, sigma, cond) - score(x, sigma, cond)
+        return float(gap.square().mean((1, 2, 3)).sqrt().mean())
+
+    assert found[0]["gap"]["first"] == pytest.approx(apart(guide), rel=1e-4)
+    assert apart(plain) != pytest.approx(apart(guide), rel=0.05)
 
 
 def test_samples_are_not_corrected_with_another_teacher(teacher, tmp_path):

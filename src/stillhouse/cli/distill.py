@@ -53,8 +53,10 @@ def next_steps(config: "DistillRun") -> list[str]:
     student = str(config.out / "model")
     if config.adapters:  # which are no model by themselves
         return ["in Python:", *opening_adapters(config, model_folder(config.model), student)]
-    prompt = " --prompt 'WHAT TO DRAW'" if config.prompts else ""
-    return [f"stillhouse sample {student}{prompt} --out DIR"]
+    told = " --prompt 'WHAT TO DRAW'" if config.prompts else ""
+    if config.labels:
+        told = f" --labels {' '.join(map(str, config.labels))}"
+    return [f"stillhouse sample {student}{told} --out DIR"]
 
 
 def method_of(words: Sequence[str]) -> str:

@@ -83,6 +83,11 @@ class LoopConfig(Config):
     max_skips: NonNegativeInt = 10
     """Updates in a row that may be skipped for a loss or gradient that isn't finite."""
 
+    @property
+    def goal(self) -> int:
+        """Images at the end of the run: the last batch is a whole one."""
+        return -(-self.images // self.batch) * self.batch
+
 
 Hook = Callable[["Engine"], None]
 

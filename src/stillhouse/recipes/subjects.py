@@ -197,11 +197,13 @@ def _check_conditions(name: str, network: Any, wish: Wish, own: bool = False) ->
         raise UserError(f"{name} knows neither classes nor prompts: there is nothing to guide to")
     if told and not wish.prompts:
         raise UserError(
-            f"{name} draws what it is told: give --prompt 'a red apple', or where many are drawn "
-            "a file of --prompts"
+            f"{name} draws what it is told: give --prompt 'a red apple' to sample it, --prompts "
+            "FILE to evaluate or distil it"
         )
     if wish.prompts and not told:
         raise UserError(f"{name} takes no prompts: leave them out")
+    if wish.prompt_encoder and not told:
+        raise UserError(f"{name} takes no prompts: leave --prompt-encoder out")
     if wish.control and not parts.layout.names:
         raise UserError(f"{name} takes no control: leave --control out")
     possible = {"label"} if network.classes else set[str]()

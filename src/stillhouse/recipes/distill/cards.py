@@ -8,6 +8,7 @@ from stillhouse.files import write_whole
 from stillhouse.pipelines.few_steps import read_walk
 from stillhouse.pipelines.load import LORA_WEIGHTS, read_json
 from stillhouse.recipes.distill.generators import Matched
+from stillhouse.recipes.distill.methods import ProgressiveConfig
 from stillhouse.recipes.distill.settings import DistillRun
 from stillhouse.recipes.distill.students import guidance_in
 from stillhouse.recipes.parts import NoGuidance
@@ -28,6 +29,8 @@ def write_card(config: DistillRun, record: dict[str, Any]) -> None:
 
 def spell_card(config: DistillRun, record: dict[str, Any]) -> str:
     generator = isinstance(config.method, Matched)
+    staged = bool(config.comparison.against) or isinstance(config.method, ProgressiveConfig)
+    share = "this stage" if staged else "all"
     below = f"the student with {known(config)}, from the same noise"
     if generator:
         below = "the generator's own samples, told the same where it is told anything"
@@ -38,10 +41,11 @@ def spell_card(config: DistillRun, record: dict[str, Any]) -> str:
         f"*First row: the teacher, {record['preview_steps']} evaluations. Below: {below}; not "
         "chosen.*",
         tell_teacher(config),
+        *tell_labels(record),
         *(tell_generator(config, record) if generator else tell_walks(config, record)),
         f"Cost: {record['evaluations_per_image']:g} network evaluations per image, a backward pass "
-        f"counted as two, {record['evaluations'] / 1e6:.2f} million in all. Its settings are in "
-        "the metadata of the weights.",
+        f"counted as two, {record['evaluations'] / 1e6:.2f} million in {share}. Its settings are "
+        "in the metadata of the weights.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -49,15 +53,17 @@ def spell_card(config: DistillRun, record: dict[str, Any]) -> str:
 def frontmatter(config: DistillRun) -> str:
     """With the teacher's name on the hub, if it has one."""
     lines = ["library_name: diffusers", "tags: [stillhouse, diffusion, distillation]"]
-    if not Path(config.model).expanduser().exists():
-        lines.append(f"base_model: {config.model}")
+    base = config.comparison.against or config.model
+    if not Path(base).expanduser().exists():
+        lines.append(f"base_model: {base}")
     return "\n".join(["---", *lines, "---"])
 
 
 def tell_teacher(config: DistillRun) -> str:
     """Who it is, what it was guided by, and whether plain diffusers opens its student."""
-    place = Path(config.model).expanduser().resolve()
-    name, learnt, opened = place.name if place.exists() else config.model, "", ""
+    name, learnt, opened = called(config.model), "", ""
+    if config.comparison.against:
+        name += f"`, which was made from `{called(config.comparison.against)}"
     walk = read_walk(config.out / "model")
     assert walk is not None  # which its exporter has written
     guidance = guidance_in(walk)
@@ -73,6 +79,20 @@ def tell_teacher(config: DistillRun) -> str:
             "`guidance_scale=1`."
         )
     return f"Its teacher is `{name}`{learnt}.{opened}"
+
+
+def tell_labels(record: dict[str, Any]) -> list[str]:
+    """What it was never told it will not draw well."""
+    labels = " ".join(map(str, record.get("labels", [])))
+    return [f"It was told some of its teacher's classes alone: `--labels {labels}`."] * bool(labels)
+
+
+def called(model: str) -> str:
+    """The name of a folder, of a run's model that of its run; what is on the hub as it is."""
+    place = Path(model).expanduser().resolve()
+    if not place.exists():
+        return model
+    return place.parent.name if place.name == "model" else place.name
 
 
 def tell_walks(config: DistillRun, record: dict[str, Any]) -> list[str]:
@@ -160,7 +180,8 @@ def judged(config: DistillRun) -> str:
     if config.adapters:
         return "`stillhouse evaluate FOLDER_OF_ITS_IMAGES --reference DATA`"
     steps = "1" if isinstance(config.method, Matched) else "N"
-    return f"`stillhouse evaluate THIS_FOLDER --reference DATA --steps {steps}`"
+    told = " --prompts FILE" if config.prompts else ""
+    return f"`stillhouse evaluate THIS_FOLDER --reference DATA --steps {steps}{told}`"
 
 
 def taught(config: DistillRun, record: dict[str, Any]) -> str:

@@ -52,6 +52,7 @@ def compare(config: DistillRun, source: Source, engine: Engine, walk: FewSteps) 
         "start": walk.sigma_max,
         "evaluations_per_image": cost,
         "evaluations": cost * engine.images,
+        "labels": some_labels(source.subject),
     }
     if config.comparison.count > generator(config):  # distributions are compared by pairs
         record |= measured(config, source, engine, walk)
@@ -113,7 +114,8 @@ def searched(
 ) -> dict[int, Tensor]:
     """GITS: the best levels for each number of steps, by one fine walk of a few samples."""
     device, indices = engine.world.device, range(wanted.searched)
-    fine = SearchedGrid(fine=wanted.fine).build(subject.scaling, wanted.fine - 1)
+    most = max(wanted.fine, max(counts) + 1)  # or there are too few to choose from
+    fine = SearchedGrid(fine=most).build(subject.scaling, most - 1)
     noise = starting_noise(subject.shape, indices, seed=wanted.seed + 1).to(device)
     cond = subject.condition(indices, device)
     first = subject.scaling.start(noise, fine[0])
@@ -123,9 +125,18 @@ def searched(
 
 def evaluations_per_image(config: DistillRun, task: Task) -> float:
     """Of networks, a backward pass counted as two; walks that are kept are made once."""
-    walks = getattr(config.method, "walks", 0) or config.images
+    walks = getattr(config.method, "walks", 0) or config.goal
     each = task.evaluations_per_image  # type: ignore[attr-defined]
-    return each.total(config.guidance.calls, min(1.0, walks / config.images))
+    return each.total(config.guidance.calls, min(1.0, walks / config.goal))
+
+
+def some_labels(subject: Subject) -> list[int]:
+    """The classes that the student was told, where the teacher knows others as well."""
+    assert subject.bare is not None
+    network: Any = subject.bare.network
+    known = set(range(network.classes or 0)) - {network.null_label}
+    told = set(subject.labels)
+    return sorted(told) if known - told else []
 
 
 def distance(found: Tensor, goal: Tensor) -> float:

@@ -168,15 +168,17 @@ def describe(config: DistillRun) -> str:
         source, _, student, task = networks(first, read_evaluations(first.evaluations), here)
     check_origins(first.out, origins_of(source))
     parameters = sum(p.numel() for p in student.parameters())
-    steps = -(-first.images // first.batch)
     lines = [
         *spell_settings(paced(config)),
         "",
-        f"a student with {parameters / 1e6:.2f}M parameters, {first.images} images in {steps} "
-        f"steps of {first.batch}",
+        f"a student with {parameters / 1e6:.2f}M parameters, {first.goal} images in "
+        f"{first.goal // first.batch} steps of {first.batch}",
         tell_cost(first, task),
-        *(f"then {stage.images} images in {stage.out}" for stage in later),
     ]
+    for stage in later:
+        (steps,) = read_evaluations(stage.evaluations)
+        task = replace(task, steps=steps)  # type: ignore[type-var]
+        lines.append(f"then {stage.goal} images in {stage.out}: {tell_cost(stage, task)}")
     return "\n".join(lines)
 
 
@@ -192,7 +194,7 @@ def origins_of(source: Source) -> dict[str, str]:
 def tell_cost(config: DistillRun, task: Task) -> str:
     each = evaluations_per_image(config, task)
     return (
-        f"{each:g} network evaluations per image, {spell_count(each * config.images)} in all "
+        f"{each:g} network evaluations per image, {spell_count(each * config.goal)} in all "
         "(a backward pass is two)"
     )
 

@@ -66,7 +66,10 @@ USUAL: dict[str, Any] = {
 
 
 class DistillRun(LongRun):
-    """A distillation. What is not given is as SFD's paper has it, or EMD's for generators."""
+    """A distillation. What is not given is as SFD's paper has it, or EMD's for generators.
+
+    From Python, a part that is given (`optim`, `comparison`) replaces the method's own as a whole.
+    """
 
     model: str = ""
     """The teacher: a diffusers directory, a run's folder, or a hub id."""
@@ -90,8 +93,8 @@ class DistillRun(LongRun):
     """The label that stands for no class, for classifier-free guidance."""
     prompts: str = ""
     """Prompts to distil on: a text file with one a line, or a data set (emoji, a folder)."""
-    prompt_column: str = "text"
-    """Of that data set."""
+    prompt_column: str = ""
+    """Of that data set; `text` if not given."""
     control: tuple[str, ...] = ()
     """How images are framed, as name=value, where the teacher takes that."""
     prompt_encoder: str = ""

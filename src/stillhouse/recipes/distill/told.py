@@ -20,10 +20,13 @@ HOST = torch.device("cpu")
 
 def find_prompts(name: str, column: str) -> tuple[str, ...]:
     """The lines of a text file, or the captions of a data set; each once."""
+    # A file that is no data set is a list; what is neither says so in `read_prompts`.
+    listed = not name or Path(name).suffix == ".txt"
+    if listed and column:
+        raise UserError("--prompt-column is of a data set that --prompts names: leave it out")
     if not name:
         return ()
-    # A file that is no data set is a list; what is neither says so in `read_prompts`.
-    data = None if Path(name).suffix == ".txt" else find_data(name, Columns(text=column))
+    data = None if listed else find_data(name, Columns(text=column or "text"))
     if data is None:
         found = read_prompts(name)
     else:

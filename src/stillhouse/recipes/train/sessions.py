@@ -87,7 +87,7 @@ def open_store(
     found = store.find()
     if found is not None:
         check_settings(config, store.values(found)["config"], str(store.root))
-        if found.images > config.images:
+        if found.images > config.goal:
             raise UserError(
                 f"{config.out} is at {found.images} images already, beyond --images "
                 f"{config.images}: nothing to do"
@@ -100,7 +100,7 @@ def build_trackers(config: LongRun, here: World, stack: ExitStack) -> list[Track
     if here.rank:
         return []
     name = config.out.name
-    trackers = [*config.trackers.build(config.out, name), Terminal(name, config.images)]
+    trackers = [*config.trackers.build(config.out, name), Terminal(name, config.goal)]
     return [stack.enter_context(closing(tracker)) for tracker in trackers]
 
 
