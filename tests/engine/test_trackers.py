@@ -292,7 +292,7 @@ def test_the_log_is_always_kept(tmp_path):
 def test_a_missing_package_is_said_before_the_run(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     config = TrackersConfig.model_validate({package: True})
-    with pytest.raises(UserError, match=rf"{package} is not installed.*stillhouse\[trackers\]"):
+    with pytest.raises(UserError, match=rf"{package} is not installed.*-e '\.\[trackers\]'"):
         config.build(tmp_path, "run")
 
 

@@ -38,7 +38,7 @@ def refused(**fields):
 
 
 def test_without_torch_fidelity_it_says_what_to_install():
-    with pytest.raises(UserError, match=r"pip install 'stillhouse\[metrics\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[metrics\]'"):
         InceptionConfig().build()
 
 

@@ -584,7 +584,7 @@ def test_other_hosts_are_warned_of(unserved, capsys):
 
 def test_without_gradio_there_is_the_line_to_run(unserved, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(UserError, match=r"pip install 'stillhouse\[demo\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[demo\]'"):
         main(["model"])
     assert unserved == []
 

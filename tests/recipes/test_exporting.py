@@ -433,7 +433,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(options, sai
 def test_onnx_that_is_not_installed_is_named_with_the_line_to_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     source = save_plane(tmp_path / "model")
-    with pytest.raises(UserError, match=r"pip install 'stillhouse\[onnx\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[onnx\]'"):
         exported(source, tmp_path / "out", format=("onnx",))
 
 

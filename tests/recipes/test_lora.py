@@ -250,7 +250,7 @@ def test_a_pipeline_of_another_class_is_refused(images, tmp_path):
 
 def test_without_peft_the_line_to_run_is_told(models, images, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"pip install 'stillhouse\[finetune\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[finetune\]'"):
         run(adapting(models["sd15"], images, tmp_path / "run"))
 
 

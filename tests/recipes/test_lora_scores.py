@@ -349,7 +349,7 @@ def test_sid_is_not_learnt_through_half_precision(teacher, tmp_path):
 
 def test_without_peft_the_line_to_run_is_told(teacher, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"pip install 'stillhouse\[finetune\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[finetune\]'"):
         run(adapting(teacher, tmp_path / "run"))
 
 

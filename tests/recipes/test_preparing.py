@@ -278,7 +278,7 @@ def test_a_pipeline_of_pixels_has_no_codec(config, tmp_path):
 
 def test_without_ray_the_line_to_run_is_told(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"pip install 'stillhouse\[scale\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[scale\]'"):
         run(config)
 
 
