@@ -10,6 +10,7 @@ evaluations as each other.
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +28,7 @@ ARMS = {
     "emd8": ("EMD-8", ORANGE),
     "emd16": ("EMD-16", ORANGE),
     "full8": ("EMD-8, noise not cancelled", INK),
+    "instructlow": ("Diff-Instruct, rate 3e-5", GREY),
     "emd8low": ("EMD-8, rate 3e-5", GREY),
     "full8low": ("EMD-8, noise not cancelled, rate 3e-5", GREY),
 }
@@ -35,6 +37,7 @@ EQUAL = {"evaluations": "equal network evaluations", "updates": "equal updates"}
 
 Row = tuple[str, int]  # an arm and its evaluations per image
 Found = dict[Row, dict[str, list[float]]]  # measure -> a number for each seed
+LINE = 9.5  # points from name to name
 PAID = "paid"  # beside the measures: network evaluations that training took, in thousands
 
 
@@ -70,16 +73,15 @@ def panels(axes: Any, found: Found, distance: str) -> None:
         axis.minorticks_off()
     logarithmic(left)
     fewest = dict(reversed(found))
-    for arm, evaluations in fewest.items():
-        tell(left, arm, (evaluations, fmean(found[arm, evaluations][distance])))
     ones = [row for row in found if row[1] in (1, 50)]
-    ones.sort(key=lambda row: fmean(found[row]["recall"]))
-    for place, row in enumerate(ones):  # names above and below in turn, or near ones would overlap
-        recall, precision = found[row]["recall"], found[row]["precision"]
-        spot(right, recall, precision, ARMS[row[0]][1])
-        tell(right, row[0], (fmean(recall), fmean(precision)), 5 - 14 * (place % 2))
+    for row in ones:
+        spot(right, found[row]["recall"], found[row]["precision"], ARMS[row[0]][1])
     right.set(xlabel="recall", ylabel="precision", title="one evaluation, and the teacher")
     right.margins(0.2)
+    left.figure.draw_without_rendering()  # from here on it is known how far places are apart
+    tell(left, {arm: (n, fmean(found[arm, n][distance])) for arm, n in fewest.items()})
+    tell(right, {row[0]: tuple(fmean(found[row][k]) for k in ("recall", "precision"))
+                 for row in ones})  # fmt: skip
 
 
 def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -110,11 +112,24 @@ def spot(axis: Any, x: list[float], y: list[float], colour: str) -> None:
     axis.plot(fmean(x), fmean(y), "o", color=colour, markersize=7, fillstyle="none")
 
 
-def tell(axis: Any, arm: str, where: tuple[float, float], height: float = -3) -> None:
-    """Its name, beside the circle on the side where there is room."""
-    side = -7 if arm == "teacher" else 7
-    how = {"textcoords": "offset points", "fontsize": 7.5, "ha": "right" if side < 0 else "left"}
-    axis.annotate(ARMS[arm][0], where, xytext=(side, height), **how)
+def tell(axis: Any, places: dict[str, tuple[float, ...]]) -> None:
+    """Names beside their circles, on the side where there is room, none over another."""
+    dots = axis.figure.dpi / 72
+    heights = {arm: axis.transData.transform(at)[1] / dots for arm, at in places.items()}
+    spread = dict(heights)
+    for _ in range(100):  # neighbours push each other apart, alike
+        order = sorted(spread, key=lambda arm: spread[arm])
+        for lower, upper in pairwise(order):
+            short = max(0.0, LINE - (spread[upper] - spread[lower])) / 2
+            spread[lower], spread[upper] = spread[lower] - short, spread[upper] + short
+    for arm, at in places.items():
+        side = -7 if arm == "teacher" else 9
+        how = {
+            "textcoords": "offset points",
+            "fontsize": 7.5,
+            "ha": "right" if side < 0 else "left",
+        }
+        axis.annotate(ARMS[arm][0], at, xytext=(side, spread[arm] - heights[arm] - 3), **how)
 
 
 def table(found: Found, floor: dict[str, float]) -> list[str]:

@@ -21,7 +21,7 @@ SCORES = {
     "recall": "recall",
     "precision": "precision",
 }
-BRIEF = ("density", "modes")
+BRIEF = ("density", "recall", "modes")
 REACH = 1.6
 
 
@@ -71,7 +71,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def errors(found: list[dict[str, Any]], targets: list[str]) -> str:
-    """At equal iterations: the density error on each target, and the share of modes kept."""
+    """At equal iterations: three scores on each target."""
     heads = ["", *(f"{TARGETS[target]}: {SCORES[key]}" for target in targets for key in BRIEF)]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name in found[0]["runs"]:
