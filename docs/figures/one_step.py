@@ -31,6 +31,7 @@ ARMS = {
     "instructlow": ("Diff-Instruct, rate 3e-5", GREY),
     "emd8low": ("EMD-8, rate 3e-5", GREY),
     "full8low": ("EMD-8, noise not cancelled, rate 3e-5", GREY),
+    "emd8far": ("EMD-8, longer steps of the latent", GREY),
 }
 SHARES = ("precision", "recall", "density", "coverage")
 EQUAL = {"evaluations": "equal network evaluations", "updates": "equal updates"}

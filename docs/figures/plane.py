@@ -3,15 +3,14 @@
 python docs/figures/plane.py
 
 One-step generators in the plane, from benchmarks/results/generators: points of every method's
-first seed, at equal network evaluations, beside the target's; below each the density error and the
-recall, means over seeds.
+first seed, at equal network evaluations, beside the target's; below, the scores of all seeds.
 """
 
 import json
-from statistics import fmean
 from typing import Any
 
-from style import BLUE, GREY, HERE, INK, plots, spell
+from matplotlib.lines import Line2D
+from style import BLUE, GREY, HERE, INK, ORANGE, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "generators"
 TARGETS = {"ring": "8 Gaussians", "checkerboard": "checkerboard", "rare": "a mode of 2%"}
@@ -23,31 +22,56 @@ SCORES = {
 }
 BRIEF = ("density", "recall", "modes")
 REACH = 1.6
+# What all methods have as many of: how it is called, its colour, and how far beside the other.
+HOWS = {
+    "evaluations": ("equal network evaluations", BLUE, -0.14),
+    "iterations": ("equal updates", ORANGE, 0.14),
+}
 
 
 def main() -> None:
     found = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
-    here = [target for target in TARGETS if target in found]
-    for target in here:
-        print(f"\n{TARGETS[target]}, equal network evaluations\n\n{table(found[target])}")
-    print(f"\nequal iterations\n\n{errors([found[target] for target in here], here)}")
-    arms = [arm for arm in found[here[0]]["points"] if arm != "real"]
+    here = {target: found[target] for target in TARGETS if target in found}
+    for target, of in here.items():
+        print(f"\n{TARGETS[target]}, equal network evaluations\n\n{table(of)}")
+    print(f"\nequal iterations\n\n{errors(here)}")
     plt = plots()
-    size = (1.15 * (len(arms) + 1), 1.45 * len(here))
-    figure, axes = plt.subplots(len(here), len(arms) + 1, figsize=size, squeeze=False)
-    for row, target in zip(axes, here, strict=True):
-        scatter(row[0], found[target]["points"]["real"], INK)
-        row[0].set_ylabel(TARGETS[target])
-        for axis, arm in zip(row[1:], arms, strict=True):
-            scatter(axis, found[target]["points"][arm], BLUE)
-            runs = found[target]["runs"][f"{arm}/evaluations"]
-            error, recall = (fmean(run[key] for run in runs) for key in ("density", "recall"))
-            axis.set_xlabel(f"{error:.2f}   {recall:.2f}", fontsize=7)
-    for axis, name in zip(axes[0], ["target", *arms], strict=True):
-        axis.set_title(name, fontsize=8)
-    axes[0][0].set_xlabel("error   recall", fontsize=7)
-    figure.tight_layout(pad=0.4)
+    figure = plt.figure(figsize=(11.5, 1.25 * len(here) + 5), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1.25 * len(here), 5))
+    draw_points(upper, here)
+    draw_scores(lower, here)
     figure.savefig(HERE / "plane.png")
+
+
+def draw_points(figure: Any, here: dict[str, Any]) -> None:
+    arms = next(iter(here.values()))["points"]
+    axes = figure.subplots(len(here), len(arms), squeeze=False)
+    for row, (target, found) in zip(axes, here.items(), strict=True):
+        for axis, (arm, points) in zip(row, found["points"].items(), strict=True):
+            scatter(axis, points, INK if arm == "real" else BLUE)
+        row[0].set_ylabel(TARGETS[target], fontsize=8)
+    for axis, arm in zip(axes[0], arms, strict=True):
+        axis.set_title("target" if arm == "real" else arm, fontsize=8)
+
+
+def draw_scores(figure: Any, here: dict[str, Any]) -> None:
+    """A dot for every seed, methods side by side; the line is what as many real points score."""
+    axes = figure.subplots(len(BRIEF), len(here), sharex=True, sharey="row", squeeze=False)
+    for column, (target, found) in zip(axes.T, here.items(), strict=True):
+        for axis, key in zip(column, BRIEF, strict=True):
+            axis.axhline(found["floor"][key], color=GREY, linestyle="--", linewidth=1)
+            for how, (_, colour, shift) in HOWS.items():
+                runs = [of for name, of in found["runs"].items() if name.endswith(how)]
+                for place, of in enumerate(runs):
+                    values = [run[key] for run in of]
+                    axis.plot([place + shift] * len(values), values, ".", color=colour, alpha=0.7)
+        column[0].set_title(TARGETS[target], fontsize=9)
+        arms = [arm for arm in found["points"] if arm != "real"]
+        column[-1].set_xticks(range(len(arms)), arms, rotation=45, ha="right", fontsize=8)
+    for axis, key in zip(axes[:, 0], BRIEF, strict=True):
+        axis.set_ylabel(SCORES[key])
+    dots = {title: Line2D([], [], color=c, marker=".", ls="") for title, c, _ in HOWS.values()}
+    axes[0][-1].legend(dots.values(), dots.keys(), fontsize=8, loc="upper left")
 
 
 def scatter(axis: Any, points: list[list[float]], colour: str) -> None:
@@ -70,16 +94,17 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, f"| real points | | {floor} |"])
 
 
-def errors(found: list[dict[str, Any]], targets: list[str]) -> str:
+def errors(here: dict[str, Any]) -> str:
     """At equal iterations: three scores on each target."""
-    heads = ["", *(f"{TARGETS[target]}: {SCORES[key]}" for target in targets for key in BRIEF)]
+    heads = ["", *(f"{TARGETS[target]}: {SCORES[key]}" for target in here for key in BRIEF)]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for name in found[0]["runs"]:
+    each = list(here.values())
+    for name in each[0]["runs"]:
         arm, of = name.split("/")
         if of == "iterations":
-            cells = [spell([run[k] for run in f["runs"][name]], 2) for f in found for k in BRIEF]
+            cells = [spell([run[k] for run in f["runs"][name]], 2) for f in each for k in BRIEF]
             lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    floor = " | ".join(f"{f['floor'][key]:.2f}" for f in found for key in BRIEF)
+    floor = " | ".join(f"{f['floor'][key]:.2f}" for f in each for key in BRIEF)
     return "\n".join([*lines, f"| real points | {floor} |"])
 
 
