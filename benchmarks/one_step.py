@@ -152,9 +152,13 @@ def paid(name: str, run: Path) -> float:
 
 
 def drawn(run: Path) -> Path:
-    if distill.taken_apart(run.name)[1] in GENERATORS:
-        return max(run.glob("samples/*.png"))
-    return run / JUDGED / "evaluation.png"
+    """The teacher's samples above the student's; of the teacher alone, how it was judged."""
+    model, arm, seed = distill.taken_apart(run.name)
+    if arm == "teacher":
+        return run / JUDGED / "evaluation.png"
+    if arm in STUDENTS:
+        run = run.parent / f"{model}-{STUDENTS[arm][0]}-{seed}"
+    return max(run.glob("samples/*.png"))
 
 
 if __name__ == "__main__":

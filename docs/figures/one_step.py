@@ -91,8 +91,13 @@ def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def judged(run: dict[str, Any], equal: str) -> list[dict[str, Any]]:
-    """What was found of a run's samples, a row for each number of evaluations."""
-    return [run["legs"][equal]] if "legs" in run else run["judged"]
+    """What was found of a run's samples, a row for each number of evaluations.
+
+    Generators alone can have had as many updates as each other.
+    """
+    if "legs" in run:
+        return [run["legs"][equal]]
+    return run["judged"] if equal == "evaluations" else []
 
 
 def measured(runs: list[dict[str, Any]], equal: str) -> Found:
