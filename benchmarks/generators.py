@@ -1,15 +1,15 @@
 """One-step generators in the plane: which modes are kept, and how well; a toy, with exact teachers.
 
-    python benchmarks/generators.py [TARGET ...] [--quick]
+    python benchmarks/generators.py [TARGET ...] [--methods METHOD ...] [--updates N] [--quick]
 
 Targets are mixtures of Gaussians, whose denoiser is exact: `ring` (8 of them), `checkerboard`, and
 `rare` (two modes, one of which has 2% of the mass). Generator and fake score are one small network,
 trained beforehand to denoise the same target, so all arms begin alike. Every method is judged twice
 on its way: after as many iterations as the others, and after as many network evaluations as EMD-8
-took for them.
+took for them. With --updates it is judged once, after so many, to see where a longer run leads.
 
-Results, also in results/generators/TARGET.json unless --quick, where what is done is not run again:
-per arm a value per seed of
+Results, also in results/generators/TARGET.json (TARGET-N.json) unless --quick, where what is done
+is not run again: per arm a value per seed of
 `modes`      share of modes with at least half of the mass that is theirs
 `density`    total variation between the histograms of generated and real points, 0 to 1
 `recall`     share of real points with a generated one in their neighbourhood (k = 5)
@@ -90,14 +90,20 @@ ARMS: dict[str, Method] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []])
+    parser.add_argument("--methods", nargs="+", choices=[*ARMS], default=[*ARMS])
+    parser.add_argument("--updates", type=int, help="judge methods after so many updates alone")
     parser.add_argument("--quick", action="store_true", help="a few iterations of one seed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = options.targets or list(TARGETS)
-    kept = {name: Kept(None if options.quick else RESULTS / f"{name}.json") for name in names}
+    longer = f"-{options.updates}" if options.updates else ""
+    kept = {
+        name: Kept(None if options.quick else RESULTS / f"{name}{longer}.json", options.updates)
+        for name in names
+    }
     for seed in range(1 if options.quick else SEEDS):
         for name in names:
-            measure(TARGETS[name](), kept[name], seed, quick=options.quick)
+            measure(TARGETS[name](), kept[name], seed, options)
     found = {name: {key: value for key, value in each.found.items() if key != "points"}
              for name, each in kept.items()}  # fmt: skip
     print(json.dumps({"quick": options.quick, **found}))
@@ -106,14 +112,15 @@ def main() -> None:
 class Kept:
     """What is known of a target, in its file after every run: one that was broken off goes on."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, updates: int | None = None) -> None:
         self.file = file
         self.found: dict[str, Any] = {}
+        settings = SETTINGS | {"iterations": updates or ITERATIONS}
         if file is not None and file.exists():
             self.found = json.loads(file.read_text())
-            if self.found.get("settings") != SETTINGS:
+            if self.found.get("settings") != settings:
                 raise SystemExit(f"{file} was measured with other settings: remove it")
-        self.found["settings"] = SETTINGS
+        self.found["settings"] = settings
         self.runs: dict[str, list[dict[str, float]]] = self.found.setdefault("runs", {})
         self.points: dict[str, Any] = self.found.setdefault("points", {})
 
@@ -123,28 +130,31 @@ class Kept:
             self.file.write_text(json.dumps(self.found) + "\n")
 
 
-def measure(target: GaussianMixture, kept: Kept, seed: int, *, quick: bool) -> None:
-    """All arms on one target, from one seed."""
-    iterations = 4 if quick else ITERATIONS
+def measure(target: GaussianMixture, kept: Kept, seed: int, options: argparse.Namespace) -> None:
+    """All arms that are asked for on one target, from one seed."""
+    iterations = 4 if options.quick else kept.found["settings"]["iterations"]
+    hows = HOWS[:1] if options.updates else HOWS
     real = target.sample(POINTS, torch.Generator().manual_seed(99))
     kept.found["floor"], kept.points["real"] = scores(target, real, 0), some(real)
-    todo = [name for name in ARMS if len(kept.runs.get(f"{name}/evaluations", [])) <= seed]
+    todo = [
+        name for name in options.methods if len(kept.runs.get(f"{name}/{hows[-1]}", [])) <= seed
+    ]
     if not todo:
         return
-    network = trained(target, seed, steps=20 if quick else 3000)
+    network = trained(target, seed, steps=20 if options.quick else 3000)
     costs = {name: task_of(target, network, m, seed).evaluations_per_image.total()
              for name, m in ARMS.items()}  # fmt: skip
     for arm in todo:
         began = time.perf_counter()
         equal = max(1, round(iterations * costs["emd-8"] / costs[arm]))
-        legs = dict(zip(HOWS, (iterations, equal), strict=True))
+        legs = dict(zip(hows, (iterations, equal), strict=False))
         drawn = distilled(target, network, ARMS[arm], seed, set(legs.values()))
         for how, count in legs.items():
             row = scores(target, drawn[count], seed) | {"updates": count, "cost": costs[arm]}
             kept.runs.setdefault(f"{arm}/{how}", []).append(row)
             print(f"{arm}/{how} {seed} {row}", flush=True)
         if seed == 0:
-            kept.points[arm] = some(drawn[equal])
+            kept.points[arm] = some(drawn[legs[hows[-1]]])
         kept.write()
         print(f"{arm} {seed} {time.perf_counter() - began:.0f} s", flush=True)
 

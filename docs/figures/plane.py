@@ -35,6 +35,9 @@ def main() -> None:
     for target, of in here.items():
         print(f"\n{TARGETS[target]}, equal network evaluations\n\n{table(of)}")
     print(f"\nequal iterations\n\n{errors(here)}")
+    for name in sorted(set(found) - set(here)):  # TARGET-N: a longer run of some methods
+        target, updates = name.split("-")
+        print(f"\n{TARGETS[target]}, {updates} updates\n\n{seeds([found[target], found[name]])}")
     plt = plots()
     figure = plt.figure(figsize=(11.5, 1.25 * len(here) + 5), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(1.25 * len(here), 5))
@@ -106,6 +109,17 @@ def errors(here: dict[str, Any]) -> str:
             lines.append(f"| {arm} | " + " | ".join(cells) + " |")
     floor = " | ".join(f"{f['floor'][key]:.2f}" for f in each for key in BRIEF)
     return "\n".join([*lines, f"| real points | {floor} |"])
+
+
+def seeds(found: list[dict[str, Any]]) -> str:
+    """What was judged after as many updates as the longer runs, seed by seed."""
+    updates = found[-1]["settings"]["iterations"]
+    lines = ["| " + " | ".join(["", *SCORES.values()]) + " |", "|" + "---|" * (len(SCORES) + 1)]
+    for name, runs in [pair for each in found for pair in each["runs"].items()]:
+        if runs[0]["updates"] == updates:
+            cells = [", ".join(f"{run[key]:.2f}" for run in runs) for key in SCORES]
+            lines.append(f"| {name.split('/')[0]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
