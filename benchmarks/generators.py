@@ -9,10 +9,10 @@ on its way: after as many iterations as the others, and after as many network ev
 took for them. With --updates it is judged once, after so many, to see where a longer run leads.
 
 Results, also in results/generators/TARGET.json (TARGET-N.json) unless --quick, where what is done
-is not run again: per arm a value per seed of
+is not run again (one process to a file): per arm a value per seed of
 `modes`      share of modes with at least half of the mass that is theirs
 `density`    total variation between the histograms of generated and real points, 0 to 1
-`recall`     share of real points with a generated one in their neighbourhood (k = 5)
+`recall`     share of real points in the neighbourhood of a generated one (k = 5)
 `precision`  share of generated points in the neighbourhood of a real one
 `floor` is what as many real points score. Last line: JSON.
 """
@@ -38,6 +38,7 @@ from stillhouse.engine.loop import Engine, LoopConfig
 from stillhouse.engine.optimisers import AdamW
 from stillhouse.engine.updates import NetworkConfig
 from stillhouse.engine.world import World
+from stillhouse.files import write_whole
 from stillhouse.metrics.neighbours import prdc
 from stillhouse.models import DiffusersNetwork
 from stillhouse.models.plane import PlaneNetwork
@@ -94,6 +95,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, help="judge methods after so many updates alone")
     parser.add_argument("--quick", action="store_true", help="a few iterations of one seed")
     options = parser.parse_args()
+    if options.updates is not None and options.updates < 1:
+        parser.error("--updates: 1 or more")
     torch.set_num_threads(1)
     names = options.targets or list(TARGETS)
     longer = f"-{options.updates}" if options.updates else ""
@@ -127,7 +130,7 @@ class Kept:
     def write(self) -> None:
         if self.file is not None:
             self.file.parent.mkdir(exist_ok=True)
-            self.file.write_text(json.dumps(self.found) + "\n")
+            write_whole(self.file, (json.dumps(self.found) + "\n").encode())
 
 
 def measure(target: GaussianMixture, kept: Kept, seed: int, options: argparse.Namespace) -> None:

@@ -13,16 +13,17 @@ prints the commands.
 | `sfd1` | SFD's student of one step, with the budget of a generator |
 | `sfdv` | SFD-v's student with 2 to 5 steps (benchmarks/distill.py has the same) |
 | `second` | the same, taught to take one step (likewise) |
-| `instruct` | Diff-Instruct |
+| `instruct`, `dmd` | Diff-Instruct, DMD without its regression |
 | `emd4`, `emd8`, `emd16` | EM distillation with so many Langevin steps |
 | `full8` | EMD-8 whose generator learns the noise of the chain too, which EMD cancels |
 | `instructlow`, `emd8low`, `full8low` | at a learning rate of 3e-5 in place of 1e-4 |
 | `emd8far` | EMD-8 whose chain moves the latent in steps of 4e-4 in place of 1.6e-5 |
 
 The generators are judged twice: after the same number of updates, and after the same number of
-network evaluations, a backward pass counted as two. SFD-v has a fifth of them, the second stage as
-many on top of its teacher's. Measured on samples: Fréchet and kernel distance, precision and
-recall, density and coverage.
+network evaluations, a backward pass counted as two; pictures, and what is watched, are of the
+longer of the two. SFD-v has a fifth of these evaluations, the second stage as many on top of its
+teacher's. Measured on samples: Fréchet and kernel distance, precision and recall, density and
+coverage.
 """
 
 import json
@@ -46,6 +47,7 @@ AVERAGE = """--averages '[{"kind": "half-life", "images": 400, "ramp": 0.1}]'"""
 # Each with its cost of one image, in network evaluations (docs/distill.md).
 GENERATORS = {
     "instruct": ("--method diff-instruct", 9),
+    "dmd": ("--method dmd", 9),
     **{f"emd{k}": (f"--method emd --langevin {k}", 4 * k + 7) for k in (4, 8, 16)},
     "full8": ("--method emd --langevin 8 --method.bookkeeping full", 4 * 8 + 7),
 }

@@ -24,6 +24,7 @@ ARMS = {
     "sfdv": ("SFD-v", BLUE),
     "second": ("SFD's second stage", BLUE),
     "instruct": ("Diff-Instruct", ORANGE),
+    "dmd": ("DMD", ORANGE),
     "emd4": ("EMD-4", ORANGE),
     "emd8": ("EMD-8", ORANGE),
     "emd16": ("EMD-16", ORANGE),

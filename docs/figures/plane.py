@@ -47,11 +47,11 @@ def main() -> None:
 
 
 def draw_points(figure: Any, here: dict[str, Any]) -> None:
-    arms = next(iter(here.values()))["points"]
+    arms = list(next(iter(here.values()))["points"])
     axes = figure.subplots(len(here), len(arms), squeeze=False)
     for row, (target, found) in zip(axes, here.items(), strict=True):
-        for axis, (arm, points) in zip(row, found["points"].items(), strict=True):
-            scatter(axis, points, INK if arm == "real" else BLUE)
+        for axis, arm in zip(row, arms, strict=True):
+            scatter(axis, found["points"][arm], INK if arm == "real" else BLUE)
         row[0].set_ylabel(TARGETS[target], fontsize=8)
     for axis, arm in zip(axes[0], arms, strict=True):
         axis.set_title("target" if arm == "real" else arm, fontsize=8)
@@ -59,17 +59,16 @@ def draw_points(figure: Any, here: dict[str, Any]) -> None:
 
 def draw_scores(figure: Any, here: dict[str, Any]) -> None:
     """A dot for every seed, methods side by side; the line is what as many real points score."""
+    arms = [arm for arm in next(iter(here.values()))["points"] if arm != "real"]
     axes = figure.subplots(len(BRIEF), len(here), sharex=True, sharey="row", squeeze=False)
     for column, (target, found) in zip(axes.T, here.items(), strict=True):
         for axis, key in zip(column, BRIEF, strict=True):
             axis.axhline(found["floor"][key], color=GREY, linestyle="--", linewidth=1)
             for how, (_, colour, shift) in HOWS.items():
-                runs = [of for name, of in found["runs"].items() if name.endswith(how)]
-                for place, of in enumerate(runs):
-                    values = [run[key] for run in of]
+                for place, arm in enumerate(arms):
+                    values = [run[key] for run in found["runs"][f"{arm}/{how}"]]
                     axis.plot([place + shift] * len(values), values, ".", color=colour, alpha=0.7)
         column[0].set_title(TARGETS[target], fontsize=9)
-        arms = [arm for arm in found["points"] if arm != "real"]
         column[-1].set_xticks(range(len(arms)), arms, rotation=45, ha="right", fontsize=8)
     for axis, key in zip(axes[:, 0], BRIEF, strict=True):
         axis.set_ylabel(SCORES[key])
@@ -115,10 +114,11 @@ def seeds(found: list[dict[str, Any]]) -> str:
     """What was judged after as many updates as the longer runs, seed by seed."""
     updates = found[-1]["settings"]["iterations"]
     lines = ["| " + " | ".join(["", *SCORES.values()]) + " |", "|" + "---|" * (len(SCORES) + 1)]
-    for name, runs in [pair for each in found for pair in each["runs"].items()]:
-        if runs[0]["updates"] == updates:
-            cells = [", ".join(f"{run[key]:.2f}" for run in runs) for key in SCORES]
-            lines.append(f"| {name.split('/')[0]} | " + " | ".join(cells) + " |")
+    every = [pair for each in found for pair in each["runs"].items()]
+    long = {name.split("/")[0]: runs for name, runs in every if runs[0]["updates"] == updates}
+    for arm, runs in long.items():
+        cells = [", ".join(f"{run[key]:.2f}" for run in runs) for key in SCORES]
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
