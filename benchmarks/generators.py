@@ -61,6 +61,7 @@ STEPS = (1, 2, 4, 8, 16)  # of Langevin
 HOWS = ("iterations", "evaluations")  # what all arms have as many of
 CHAIN = {"noise_step": 0.16, "latent_step": 1e-3, "stretch": 3.0}
 WIDTH, DEPTH = 128, 2
+PRETRAINING = 3000, 2e-3  # steps, and the rate that they begin with
 SETTINGS = {
     "batch": BATCH,
     "start": START,
@@ -70,6 +71,8 @@ SETTINGS = {
     "average": AVERAGE.ramp,
     "chain": CHAIN,
     "network": [WIDTH, DEPTH],
+    "pretraining": list(PRETRAINING),
+    "points": POINTS,
 }
 
 
@@ -144,7 +147,7 @@ def measure(target: GaussianMixture, kept: Kept, seed: int, options: argparse.Na
     ]
     if not todo:
         return
-    network = trained(target, seed, steps=20 if options.quick else 3000)
+    network = trained(target, seed, steps=20 if options.quick else PRETRAINING[0])
     costs = {name: task_of(target, network, m, seed).evaluations_per_image.total()
              for name, m in ARMS.items()}  # fmt: skip
     for arm in todo:
@@ -177,7 +180,7 @@ def trained(target: GaussianMixture, seed: int, *, steps: int) -> NetworkDenoise
         DiffusersNetwork(PlaneNetwork(width=WIDTH, depth=DEPTH)), EDM(), "edm"
     )
     objective, draws = Denoising(LEVELS), Draws(seed, "generators")
-    optimiser = torch.optim.Adam(network.parameters(), lr=2e-3)
+    optimiser = torch.optim.Adam(network.parameters(), lr=PRETRAINING[1])
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     source = torch.Generator().manual_seed(seed)
     for step in range(steps):
