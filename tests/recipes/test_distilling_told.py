@@ -56,8 +56,9 @@ def test_labels_are_those_that_were_asked_for(tmp_path):
     card = (model / "README.md").read_text()
     assert "some of its teacher's classes alone: `--labels 2 3`." in card
     assert next_steps(config) == [f"stillhouse sample {model} --labels 2 3 --out DIR"]
-    run(distilling(teacher, tmp_path / "all"))
-    assert "--labels" not in (tmp_path / "all/model/README.md").read_text()
+    for name, nothing in {"all": {}, "null": {"null_label": 7, "drop": 0.5}}.items():
+        run(distilling(teacher, tmp_path / name, **nothing))  # the label of no class is no class
+        assert "--labels" not in (tmp_path / name / "model/README.md").read_text()
 
 
 def test_some_are_told_nothing_so_that_the_student_can_be_guided(tmp_path):

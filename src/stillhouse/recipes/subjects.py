@@ -259,8 +259,13 @@ def _null_label(asked: int | None, network: Any) -> int | None:
     return asked
 
 
+def known_labels(classes: int, null: int | None) -> list[int]:
+    """Those that a model can draw: all but the one that stands for no class."""
+    return [label for label in range(classes) if label != null]
+
+
 def _labels(asked: Sequence[int], classes: int, null: int | None) -> tuple[int, ...]:
-    known = [label for label in range(classes) if label != null]
+    known = known_labels(classes, null)
     for label in asked:
         if label not in {*known, null}:
             raise UserError(

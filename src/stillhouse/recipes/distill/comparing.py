@@ -35,7 +35,7 @@ from stillhouse.recipes.parts import (
     solver,
 )
 from stillhouse.recipes.sampling import SampleRun
-from stillhouse.recipes.subjects import Subject
+from stillhouse.recipes.subjects import Subject, known_labels
 from stillhouse.solvers import search_grid
 
 RECORD = "comparison.json"
@@ -52,7 +52,7 @@ def compare(config: DistillRun, source: Source, engine: Engine, walk: FewSteps) 
         "start": walk.sigma_max,
         "evaluations_per_image": cost,
         "evaluations": cost * engine.images,
-        "labels": some_labels(source.subject),
+        "labels": some_labels(config, source.subject),
     }
     if config.comparison.count > generator(config):  # distributions are compared by pairs
         record |= measured(config, source, engine, walk)
@@ -130,13 +130,13 @@ def evaluations_per_image(config: DistillRun, task: Task) -> float:
     return each.total(config.guidance.calls, min(1.0, walks / config.goal))
 
 
-def some_labels(subject: Subject) -> list[int]:
+def some_labels(config: DistillRun, subject: Subject) -> list[int]:
     """The classes that the student was told, where the teacher knows others as well."""
     assert subject.bare is not None
     network: Any = subject.bare.network
-    known = set(range(network.classes or 0)) - {network.null_label}
+    null = network.null_label if config.null_label is None else config.null_label
     told = set(subject.labels)
-    return sorted(told) if known - told else []
+    return sorted(told) if set(known_labels(network.classes or 0, null)) - told else []
 
 
 def distance(found: Tensor, goal: Tensor) -> float:

@@ -39,7 +39,7 @@ def describe(config: TrainRun, processes: int) -> str:
     lines += ["", f"memory per process, of {processes}, counted without storage:"]
     found = asdict(memory(config, processes))
     lines += [f"  {name:<24} {size / GB:8.3f} GB" for name, size in found.items()]
-    steps = -(-config.images // config.batch)
+    steps = config.goal // config.batch
     stored = checkpoint(config, network)
     model = exported(config, network, build_codec(config, torch.device("cpu")))
     lines += ["", f"{config.images} images in {steps} steps of {config.batch}"]
