@@ -52,13 +52,16 @@ GENERATORS = {
     "full8": ("--method emd --langevin 8 --method.bookkeeping full", 4 * 8 + 7),
 }
 # The rate was chosen with Diff-Instruct: noisier gradients may want a lower one.
-LOW = {
-    f"{arm}low": (f"{method} --optim.lr 3e-5", each)
-    for arm, (method, each) in GENERATORS.items()
-    if arm in ("instruct", "emd8", "full8")
+LOW, FAR = "--optim.lr 3e-5", "--method.latent-step 4e-4"
+# Of which generator each is a variant, and how.
+VARIANTS = {
+    "instructlow": ("instruct", LOW),
+    "emd8low": ("emd8", LOW),
+    "full8low": ("full8", LOW),
+    "emd8far": ("emd8", FAR),
 }
-FAR = {"emd8far": ("--method emd --langevin 8 --method.latent-step 4e-4", 4 * 8 + 7)}
-GENERATORS |= LOW | FAR
+for variant, (arm, flags) in VARIANTS.items():
+    GENERATORS[variant] = (f"{GENERATORS[arm][0]} {flags}", GENERATORS[arm][1])
 # Of walks: which student of benchmarks/distill.py it is, and the steps that it is judged at.
 STUDENTS = {"sfd1": ("sfd1more", "1"), "sfdv": ("sfdv", "2 3 4 5"), "second": ("one", "1")}
 PLAN = [
@@ -66,7 +69,7 @@ PLAN = [
     for seed in range(SEEDS)
     for model in MODELS
     for arm in ("teacher", *STUDENTS, *GENERATORS)
-    if seed == 0 or arm not in ("teacher", *LOW, *FAR)
+    if seed == 0 or arm not in ("teacher", *VARIANTS)
 ]
 JUDGED = f"judged-{SAMPLES}"  # of students of walks; `judged` is that of benchmarks/distill.py
 Commands = Iterator[tuple[Path, list[str]]]
