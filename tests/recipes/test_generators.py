@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import loaded
 import pytest
 import torch
 import warm
@@ -226,6 +227,15 @@ def test_the_dry_run_tells_the_cost_and_writes_nothing(teacher, tmp_path, capsys
     with pytest.raises(SystemExit):
         main([*words, "--method", "emd", "--method.start", "1000"])
     assert "--method.start 1000" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_dry_run_of_several_processes_is_told_once(teacher, tmp_path):
+    for words in (["distill", str(teacher), "--method", "emd"], ["train", "toy-moons"]):
+        own = ["--dry-run", "--out", str(tmp_path / "run")]
+        done = loaded.run("-m", "stillhouse", *words, *own, processes=2)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("M parameters") == 1
 
 
 def test_the_dry_run_into_the_folder_of_another_run_is_refused(teacher, tmp_path, capsys):

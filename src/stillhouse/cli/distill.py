@@ -1,6 +1,5 @@
 """`stillhouse distill MODEL`: see `recipes/distill/distilling.py`."""
 
-import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ FLAG = re.compile(r"--method(\.kind)?(=|$)")
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
+    from stillhouse.engine.world import first_process
     from stillhouse.recipes.distill.distilling import describe, run
     from stillhouse.recipes.distill.settings import usual
 
@@ -33,10 +33,12 @@ def main(words: Sequence[str]) -> None:
         ),
     )
     if dry:
-        print(describe(config))
+        told = describe(config)  # by every process: it refuses what the run would
+        if first_process():
+            print(told)
         return
     config = run(config)
-    if os.environ.get("RANK", "0") == "0":
+    if first_process():
         student = config.out / "model"
         print(f"the student is in {student}; its pictures in {config.out / 'samples'}")
         for line in next_steps(config):

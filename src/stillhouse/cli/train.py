@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str]) -> None:
     from stillhouse.cli.parse import parse
+    from stillhouse.engine.world import first_process
     from stillhouse.recipes.train.progressive import check_flags, legs, run_stages
 
     words, own = take_own_flags(list(words))
@@ -38,10 +39,12 @@ def main(words: Sequence[str]) -> None:
         from stillhouse.recipes.plan.planning import describe
 
         processes = int(own.get("--processes", os.environ.get("WORLD_SIZE", "1")))
-        print("\n\n".join(describe(leg, processes) for leg in legs(config)))
+        told = "\n\n".join(describe(leg, processes) for leg in legs(config))
+        if first_process():
+            print(told)
         return
     config = run_stages(config)
-    if _first_process():
+    if first_process():
         print(f"{config.images} images; the model is in {config.out / 'model'}")
         print(f"  {_next_step(config)}")
         print(f"  stillhouse report {config.out}")
@@ -138,7 +141,3 @@ def _description() -> str:
         "--crop local or global, for pre-training at a low resolution, is short for "
         "--data.image.crop. The same command again resumes."
     )
-
-
-def _first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"

@@ -112,6 +112,11 @@ def gloo_group(timeout: timedelta) -> Any:
     raise RuntimeError("processes cannot connect to each other over gloo")
 
 
+def first_process() -> bool:
+    """Whether this one speaks for all, also where they have not met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def world(device: str = "auto") -> Iterator[World]:
     """Joins torchrun's processes where there are several: NCCL between GPUs, gloo otherwise."""

@@ -9,7 +9,6 @@
 | `codec` | | its vae |
 """
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from stillhouse.config import Config
 from stillhouse.data import ControlConfig, DataConfig
 from stillhouse.engine.loop import Engine
+from stillhouse.engine.world import first_process
 from stillhouse.errors import UserError, one_line
 from stillhouse.models import DiffusersNetwork
 from stillhouse.models.adapters import inject, keep_learnt, lora_options, require_peft
@@ -224,7 +224,7 @@ def _check_size(config: "TrainRun", folder: Path) -> None:
             f"{config.model} was made for images of {wanted * scale} pixels: give "
             f"--data.image.size {wanted * scale}"
         )
-    if wanted and drawn != wanted and os.environ.get("RANK", "0") == "0":
+    if wanted and drawn != wanted and first_process():
         print(
             f"{config.model} was made for images of {wanted * scale} pixels and is trained on "
             f"{drawn * scale:g}: --data.image.size {wanted * scale} gives it its own size",
