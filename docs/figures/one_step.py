@@ -81,7 +81,8 @@ def panels(axes: Any, found: Found, distance: str) -> None:
     right.set(xlabel="recall", ylabel="precision", title="one evaluation, and the teacher")
     right.margins(0.2)
     left.figure.draw_without_rendering()  # from here on it is known how far places are apart
-    tell(left, {arm: (n, fmean(found[arm, n][distance])) for arm, n in fewest.items()})
+    for axis, key in ((left, distance), (middle, "recall")):
+        tell(axis, {arm: (n, fmean(found[arm, n][key])) for arm, n in fewest.items()})
     tell(right, {row[0]: tuple(fmean(found[row][k]) for k in ("recall", "precision"))
                  for row in ones})  # fmt: skip
 

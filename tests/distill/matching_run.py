@@ -44,10 +44,10 @@ class Blocks(nn.Module):
     def __init__(self, dropout: float = 0.0, width: int = 32, depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dropout = dropout
         self.inward, self.label = nn.Linear(4, width), nn.Embedding(3, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.SiLU()) for _ in range(depth)
+            nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.SiLU())
+            for _ in range(depth)
         )
         self.outward = nn.Linear(width, 2)
 
@@ -58,7 +58,7 @@ class Blocks(nn.Module):
         if cond is not None and cond.label is not None:
             h = h + self.label(cond.label)
         for block in self.blocks:
-            h = h + nn.functional.dropout(block(h), self.dropout, self.training)
+            h = h + block(h)
         return x / (1 + level**2) + self.outward(h)
 
 

@@ -25,6 +25,7 @@ from distill.matching_run import (
     task_of,
     train,
 )
+from engine.toy_run import Lines
 from torch import nn
 
 from stillhouse.distill.emd import METHODS, Still, emd
@@ -126,7 +127,8 @@ def test_the_fake_score_learns_fresh_samples_that_no_chain_has_corrected():
     """
     task = task_of(HERE, dropout=0.3, score_steps=1)
     engine = engine_of(task, HERE)
-    task.score.dropout = 0.0
+    for block in task.score.blocks:
+        block[1].p = 0.0
     student, score = Blocks(0.3).double().eval(), Blocks(0.0).double()
     for i, keys in enumerate((range(BATCH), range(BATCH, 2 * BATCH))):
         start = starts().rows(torch.tensor(keys))
@@ -267,6 +269,18 @@ def test_a_process_that_diverged_is_told_whatever_the_others_say(diverged, monke
     every = [{"stiffness": value} for value in stiffness]
     monkeypatch.setattr(World, "gather", lambda self, value: every)
     assert math.isnan(task.report()["watch/stiffness"])
+
+
+def test_a_run_whose_chain_runs_away_says_so():
+    """Every update is skipped, and the chain alone knows why."""
+    task = task_of(HERE, single=True)
+    task.method = partial(emd, chain=Langevin(64, 0.16, 0.9, stretch=1e-3))
+    engine = engine_of(task, HERE, lines := Lines())
+    with pytest.raises(UserError, match=r"or raise --method\.stretch"):
+        engine.run(starts(single=True).feed(0, BATCH, HERE))
+    told = [line["watch/stiffness"] for line in lines.lines if "watch/stiffness" in line]
+    assert told
+    assert not any(value < 2 for value in told)
 
 
 @pytest.mark.parametrize(

@@ -224,9 +224,35 @@ def test_the_dry_run_tells_the_cost_and_writes_nothing(teacher, tmp_path, capsys
     assert "23 network evaluations per image, 5.9 million in all" in told  # 4K + 7
     assert "checkpoint_every                   12800\n" in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ("--method.start 1000", "--method.start 1000"),
+        ("--drop 0.1", "give --null-label, or leave --drop out"),
+        ("--images 4", "beyond --images 4: nothing to do"),
+        ("--method.latent-step 0 --method.stretch 2", "leave --method.stretch out"),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "run"])
+def test_the_dry_run_refuses_what_the_run_refuses(wish, why, dry, teacher, tmp_path, capsys):
+    small = "--method emd --langevin 1 --images 8 --batch 4 --device cpu --comparison.count 0"
+    words = ["distill", str(teacher), *small.split(), "--out", str(tmp_path / "run")]
+    if "--images" in wish:
+        main(words)
     with pytest.raises(SystemExit):
-        main([*words, "--method", "emd", "--method.start", "1000"])
-    assert "--method.start 1000" in capsys.readouterr().err
+        main([*words, *wish.split(), *dry])
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_the_dry_run_refuses_a_batch_that_processes_cannot_share(teacher, tmp_path):
+    words = f"distill {teacher} --method emd --batch 5 --images 10 --dry-run".split()
+    done = loaded.run("-m", "stillhouse", *words, "--out", str(tmp_path / "run"), processes=2)
+    assert done.returncode != 0
+    assert "a batch of 5 cannot be shared by 2 processes" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -441,6 +467,15 @@ def test_samples_are_not_corrected_with_another_teacher(teacher, tmp_path):
         correct(SampleRun(model=model, correct=Correction(steps=2), count=2, out=tmp_path / "out"))
 
 
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory):
+    """Whose fake score knows levels from 0.5 to 10."""
+    folder = tmp_path_factory.mktemp("generator")
+    method = Emd(langevin=1, low=0.5, high=10.0)
+    run(distilling(bare(folder / "teacher", EDM), folder / "run", method=method, evaluations="1"))
+    return folder / "run/model"
+
+
 @pytest.mark.parametrize(
     ("wish", "why"),
     [
@@ -448,12 +483,12 @@ def test_samples_are_not_corrected_with_another_teacher(teacher, tmp_path):
         ({"tensors": True}, "pictures alone"),
         ({"dtype": "bfloat16"}, "in float32"),
         ({"solver": Heun()}, "leave --solver out"),
-        ({"correct": Correction(steps=2, level=500.0)}, "--correct.level 500 is no level"),
+        ({"correct": Correction(steps=2, level=500.0)}, "--correct.level 500 is no level at which"),
+        ({"correct": Correction(steps=2, level=0.1)}, "learnt: give one from 0.5 to 10"),
     ],
 )
-def test_what_a_correction_would_ignore_is_refused(wish, why, teacher, tmp_path):
-    run(distilling(teacher, tmp_path / "run", method=Emd(langevin=1), evaluations="1", images=4))
-    asked = {"model": str(tmp_path / "run/model"), "correct": Correction(steps=2), "count": 2}
+def test_what_a_correction_would_ignore_is_refused(wish, why, generator, tmp_path):
+    asked = {"model": str(generator), "correct": Correction(steps=2), "count": 2}
     with pytest.raises(UserError, match=why):
         correct(SampleRun(**asked | wish, out=tmp_path / "out"))
 

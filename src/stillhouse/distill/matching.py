@@ -91,9 +91,11 @@ class Matching:
             engine.update(SCORE, self._score_loss(engine, i), start)
             if engine.skips_in_a_row:  # on every process
                 return
-        x, numbers = engine.update(NAME, self._student_loss(engine), start)
-        if not engine.skips_in_a_row:
-            self.watched.add(x, numbers)
+        try:
+            x, numbers = engine.update(NAME, self._student_loss(engine), start)
+        except UserError as error:  # too many in a row were skipped
+            raise UserError(f"{error}{self.watched.suspicion()}") from error
+        self.watched.add(x, numbers, skipped=bool(engine.skips_in_a_row))
 
     def _score_loss(self, engine: Engine, update: int) -> Loss:
         draws, denoiser = Draws(self.seed, f"distill/score{update}"), engine[SCORE]
@@ -161,7 +163,7 @@ class Watched:
     """What a method tells of its samples, as means or the largest, and how they are spread."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.latest = world, dict[str, Tensor]()
         self._reset()
 
     def _reset(self) -> None:
@@ -170,19 +172,33 @@ class Watched:
         self.total: Tensor | None = None  # of samples, element by element
         self.squares: Tensor | None = None  # of all elements of all samples
 
-    def add(self, x: Tensor, numbers: Mapping[str, Tensor]) -> None:
+    def add(self, x: Tensor, numbers: Mapping[str, Tensor], skipped: bool = False) -> None:
+        """Of an update that was skipped only the largest: they may say why."""
+        self.latest = {name: numbers[name].double().max() for name in LARGEST if name in numbers}
+        for name, most in self.latest.items():
+            self.most[name] = torch.maximum(self.most.get(name, most), most)
+        if skipped:
+            return
         total, squares = x.double().sum(0).flatten(), x.double().square().sum()
         self.count += len(x)
         self.total = total if self.total is None else self.total + total
         self.squares = squares if self.squares is None else self.squares + squares
         for name, values in numbers.items():
-            if name in LARGEST:
-                most = values.double().max()
-                self.most[name] = torch.maximum(self.most.get(name, most), most)
-            else:
+            if name not in LARGEST:
                 self.sums[name] = self.sums.get(name, 0) + values.double().sum()
 
     def report(self) -> dict[str, float]:
+        every = self.world.gather({name: float(most) for name, most in self.most.items()})
+        # torch's: Python's max of 2 and what is not a number is 2
+        largest = {
+            name: torch.tensor([each[name] for each in every], dtype=torch.float64).max().item()
+            for name in self.most
+        }
+        found = self._means() | largest
+        self._reset()
+        return {f"watch/{name}": value for name, value in found.items()}
+
+    def _means(self) -> dict[str, float]:
         """`spread`: the standard deviation of an element over samples, root mean square of all."""
         if self.total is None or self.squares is None:
             return {}
@@ -193,14 +209,17 @@ class Watched:
         means = dict(zip(names, (s / count for s in others[: len(names)]), strict=True))
         middle = sum((t / count) ** 2 for t in others[len(names) :]) / size
         means["spread"] = max(squares / count / size - middle, 0.0) ** 0.5
-        every = self.world.gather({name: float(most) for name, most in self.most.items()})
-        # torch's: Python's max of 2 and what is not a number is 2
-        largest = {
-            name: torch.tensor([each[name] for each in every], dtype=torch.float64).max().item()
-            for name in self.most
-        }
-        self._reset()
-        return {f"watch/{name}": value for name, value in (means | largest).items()}
+        return means
+
+    def suspicion(self) -> str:
+        """Why the last updates were not finite, where a chain shows it."""
+        stiffness = float(self.latest.get("stiffness", 0.0))
+        if stiffness < 2:
+            return ""
+        return (
+            f" Or the Langevin steps are too large (stiffness {stiffness:.3g}, stable below 2): "
+            "lower --method.latent-step, or raise --method.stretch."
+        )
 
 
 # ---------------------------------------------------------------- what an update costs

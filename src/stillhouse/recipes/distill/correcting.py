@@ -10,9 +10,10 @@ learn.
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from stillhouse.distill.langevin import ChainNoise, Langevin, corrected, root_mean_square
@@ -21,9 +22,11 @@ from stillhouse.engine.world import world
 from stillhouse.errors import UserError
 from stillhouse.files import write_whole
 from stillhouse.process import Denoiser, keyed_normal, starting_noise
+from stillhouse.process.levels import LogUniform
 from stillhouse.recipes import pictures
 from stillhouse.recipes.claims import make_folder
-from stillhouse.recipes.distill.lessons import check_level
+from stillhouse.recipes.distill.generators import Matched
+from stillhouse.recipes.distill.methods import Method
 from stillhouse.recipes.distill.scores import FOLDER, load_score
 from stillhouse.recipes.distill.students import guidance_in, teacher_digest, teacher_folder
 from stillhouse.recipes.parts import NoGuidance
@@ -76,7 +79,9 @@ def run(config: SampleRun) -> Path:
         null = record["config"]["null_label"]  # of the guidance that it was taught with
         taught_as = replace(plain, guidance=guidance, null_label=null)
         subject = load_subject(str(taught), taught_as)
-        check_level("--correct.level", config.correct.level, subject.scaling)
+        method: Any = TypeAdapter(Method).validate_python(record["config"]["method"])
+        assert isinstance(method, Matched)  # as its walk is a single step
+        check_learnt(config.correct.level, method.levels(subject.scaling))
         teacher, score = load_score(home(config) / FOLDER, subject, guidance)
         starts = range(0, config.count, config.batch)
         batches = [list(range(i, min(i + config.batch, config.count))) for i in starts]
@@ -97,6 +102,16 @@ def check_wish(config: SampleRun) -> None:
         )
     if not isinstance(config.guidance, NoGuidance):
         raise UserError("samples are corrected towards the teacher as it was: leave --guidance out")
+
+
+def check_learnt(level: float, learnt: LogUniform) -> None:
+    """Elsewhere the fake score is still as its teacher was, and knows nothing of the generator."""
+    low, high = learnt.sigma_min, learnt.sigma_max
+    if not low <= level <= high:
+        raise UserError(
+            f"--correct.level {level:g} is no level at which the fake score has learnt: give one "
+            f"from {low:g} to {high:g}"
+        )
 
 
 def home(config: SampleRun) -> Path:

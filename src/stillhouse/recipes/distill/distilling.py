@@ -8,7 +8,7 @@ Running the same command again resumes; any number of processes, under torchrun.
 """
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -51,9 +51,11 @@ from stillhouse.recipes.train.folders import (
 from stillhouse.recipes.train.sessions import (
     build_trackers,
     carried_out,
+    newest,
     open_store,
     opening,
     stopping,
+    store_of,
 )
 
 
@@ -107,28 +109,16 @@ def distil(config: DistillRun, here: World, caught: list[int]) -> int:
     numbers = read_evaluations(config.evaluations)  # or there is no run, and no folder of it
     with ExitStack() as stack:
         store, found = open_store(config, here, stack)
-        if not read_record(config.out) and (config.out / WALKS).is_dir():
-            raise UserError(
-                f"{config.out / WALKS} holds walks of a run that is gone, perhaps of another "
-                "teacher: remove it, or choose another --out"
-            )
+        check_walks(config)
         source, walk, student, task = networks(config, numbers, here)
+        starts = build_starts(config, source)
         hooks = build_hooks(config, source, student, walk)
-        engine = Engine(
-            task,
-            config,
-            {name: network_config(config, name, here) for name in task.modules()},
-            here,
-            store=store,
-            trackers=build_trackers(config, here, stack),
-            hooks=hooks,
-        )
+        trackers = build_trackers(config, here, stack)
+        engine = build_engine(config, task, here, store=store, trackers=trackers, hooks=hooks)
         if found is not None:
             engine.resume(found)
         parameters = sum(p.numel() for p in student.parameters())
         origins = origins_of(source)
-        conditions = Conditions(source.subject, config.seed, config.drop)
-        starts = Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
         here.first(lambda: write_record(config, parameters, origins))  # when nothing is refused
         feed = starts.feed(engine.images, config.batch, here)
         looked = [] if found else [hook for _, hook in hooks if isinstance(hook, StudentDrawer)]
@@ -162,12 +152,16 @@ def describe(config: DistillRun) -> str:
     """What `stillhouse distill` would do; refused is what it would refuse, nothing is written."""
     first, *later = stages_of(config)
     with world(config.device) as here:
-        distinct_walks(first)
         if before := read_record(first.out):
             check_settings(first, before["config"], str(first.out))
+        with closing(store_of(first)) as store:
+            newest(first, store)
+        check_walks(first)
         source, _, student, task = networks(first, read_evaluations(first.evaluations), here)
-    check_origins(first.out, origins_of(source))
-    parameters = sum(p.numel() for p in student.parameters())
+        check_origins(first.out, origins_of(source))
+        parameters = sum(p.numel() for p in student.parameters())
+        build_starts(first, source)
+        build_engine(first, task, here)
     lines = [
         *spell_settings(paced(config)),
         "",
@@ -180,6 +174,17 @@ def describe(config: DistillRun) -> str:
         task = replace(task, steps=steps)  # type: ignore[type-var]
         lines.append(f"then {stage.goal} images in {stage.out}: {tell_cost(stage, task)}")
     return "\n".join(lines)
+
+
+def build_starts(config: DistillRun, source: Source) -> Starts:
+    """Where walks begin, and what is told on them."""
+    conditions = Conditions(source.subject, config.seed, config.drop)
+    return Starts(source.subject.shape, config.seed, conditions, distinct_walks(config))
+
+
+def build_engine(config: DistillRun, task: Task, here: World, **around: Any) -> Engine:
+    found = {name: network_config(config, name, here) for name in task.modules()}
+    return Engine(task, config, found, here, **around)
 
 
 def origins_of(source: Source) -> dict[str, str]:
@@ -202,6 +207,14 @@ def tell_cost(config: DistillRun, task: Task) -> str:
 def spell_count(number: float) -> str:
     """Millions from one on."""
     return f"{number / 1e6:,.1f} million" if number >= 1e6 else f"{number:,.0f}"
+
+
+def check_walks(config: DistillRun) -> None:
+    if not read_record(config.out) and (config.out / WALKS).is_dir():
+        raise UserError(
+            f"{config.out / WALKS} holds walks of a run that is gone, perhaps of another "
+            "teacher: remove it, or choose another --out"
+        )
 
 
 def distinct_walks(config: DistillRun) -> int:

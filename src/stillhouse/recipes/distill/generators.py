@@ -136,6 +136,11 @@ class Emd(Matched):
     at its end (stein)."""
 
     def method(self, highest: float) -> emd.Method:
+        if not self.latent_step and self.stretch != 1:
+            raise UserError(
+                "--method.stretch bounds the steps of the latent, and --method.latent-step 0 takes "
+                "none: leave --method.stretch out"
+            )
         sizes = (self.noise_step, self.latent_step, self.bookkeeping, self.stretch)
         return partial(emd.emd, chain=Langevin(self.langevin, *sizes))
 
@@ -170,4 +175,8 @@ class FDistill(Matched):
     """The largest weight of a sample."""
 
     def method(self, highest: float) -> emd.Method:
+        if not self.power and self.most != type(self).model_fields["most"].default:
+            raise UserError(
+                "with --method.power 0 every sample has the weight 1: leave --method.most out"
+            )
         return partial(emd.f_distill, power=self.power, most=self.most, highest=highest)

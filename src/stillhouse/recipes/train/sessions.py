@@ -81,9 +81,17 @@ def open_store(
 ) -> tuple[CheckpointStore, Found | None]:
     """The run's folder for this run alone, its checkpoints, and the newest that is whole."""
     here.first(lambda: stack.enter_context(claimed(config)))
+    store = stack.enter_context(closing(store_of(config)))
+    return store, newest(config, store)
+
+
+def store_of(config: LongRun) -> CheckpointStore:
     root = config.checkpoints or config.out / "checkpoints"
-    store = CheckpointStore(root, keep_last=config.keep_last, keep_every=config.keep_every)
-    stack.enter_context(closing(store))
+    return CheckpointStore(root, keep_last=config.keep_last, keep_every=config.keep_every)
+
+
+def newest(config: LongRun, store: CheckpointStore) -> Found | None:
+    """The newest checkpoint that is whole: of these settings, and not beyond their end."""
     found = store.find()
     if found is not None:
         check_settings(config, store.values(found)["config"], str(store.root))
@@ -92,7 +100,7 @@ def open_store(
                 f"{config.out} is at {found.images} images already, beyond --images "
                 f"{config.images}: nothing to do"
             )
-    return store, found
+    return found
 
 
 def build_trackers(config: LongRun, here: World, stack: ExitStack) -> list[Tracker]:
