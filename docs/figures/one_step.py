@@ -83,8 +83,8 @@ def panels(axes: Any, found: Found, distance: str) -> None:
     left.figure.draw_without_rendering()  # from here on it is known how far places are apart
     for axis, key in ((left, distance), (middle, "recall")):
         tell(axis, {arm: (n, fmean(found[arm, n][key])) for arm, n in fewest.items()})
-    tell(right, {row[0]: tuple(fmean(found[row][k]) for k in ("recall", "precision"))
-                 for row in ones})  # fmt: skip
+    places = {row[0]: tuple(fmean(found[row][k]) for k in ("recall", "precision")) for row in ones}
+    tell(right, places, ("teacher", "second"))
 
 
 def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -120,8 +120,10 @@ def spot(axis: Any, x: list[float], y: list[float], colour: str) -> None:
     axis.plot(fmean(x), fmean(y), "o", color=colour, markersize=7, fillstyle="none")
 
 
-def tell(axis: Any, places: dict[str, tuple[float, ...]]) -> None:
-    """Names beside their circles, on the side where there is room, none over another."""
+def tell(
+    axis: Any, places: dict[str, tuple[float, ...]], before: tuple[str, ...] = ("teacher",)
+) -> None:
+    """Names behind their circles, or before where there is room, none over another."""
     dots = axis.figure.dpi / 72
     heights = {arm: axis.transData.transform(at)[1] / dots for arm, at in places.items()}
     spread = dict(heights)
@@ -131,7 +133,7 @@ def tell(axis: Any, places: dict[str, tuple[float, ...]]) -> None:
             short = max(0.0, LINE - (spread[upper] - spread[lower])) / 2
             spread[lower], spread[upper] = spread[lower] - short, spread[upper] + short
     for arm, at in places.items():
-        side = -7 if arm == "teacher" else 9
+        side = -7 if arm in before else 9
         how = {
             "textcoords": "offset points",
             "fontsize": 7.5,
