@@ -5,7 +5,7 @@ python docs/figures/one_step.py
 Students of the reference models beside their 50 steps, from benchmarks/results/one_step, a row for
 each model: quality and variety against evaluations per image, and both against each other for one
 evaluation. A circle is the mean over seeds, a dot a run; generators after as many network
-evaluations as each other.
+evaluations as each other. Variants of rates and steps are in the tables only.
 """
 
 import json
@@ -58,7 +58,8 @@ def main() -> None:
     figure, axes = plt.subplots(len(here), 3, figsize=size, layout="constrained", squeeze=False)
     for model, row in zip(here, axes, strict=True):
         distance = next(name for name in floor_of(runs[model]) if name.startswith("FD"))
-        panels(row, measured(runs[model], "evaluations"), distance)
+        found = measured(runs[model], "evaluations")
+        panels(row, {at: found[at] for at in found if ARMS[at[0]][1] != GREY}, distance)
         row[0].set_title(MODELS[model], loc="left")
     figure.savefig(HERE / "one_step.png")
 
@@ -84,7 +85,7 @@ def panels(axes: Any, found: Found, distance: str) -> None:
     for axis, key in ((left, distance), (middle, "recall")):
         tell(axis, {arm: (n, fmean(found[arm, n][key])) for arm, n in fewest.items()})
     places = {row[0]: tuple(fmean(found[row][k]) for k in ("recall", "precision")) for row in ones}
-    tell(right, places, ("teacher", "second"))
+    tell(right, places, ("teacher", "second", "emd4", "emd8", "emd16"))
 
 
 def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
