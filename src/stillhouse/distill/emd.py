@@ -111,7 +111,7 @@ def diff_instruct(networks: Networks, given: Rows, noise: NoiseSource) -> Outcom
 
 
 def dmd(networks: Networks, given: Rows, noise: NoiseSource) -> Outcome:
-    """Reverse KL, with every sample's pull divided by its size."""
+    """Reverse KL, every pull divided by how far the teacher's answer is from the sample."""
     x, seen = _sampled(networks, given)
     per_sample = given.weight.to(x) * attracted(x, seen.gap / rows(seen.size, x))
     return Outcome(per_sample, x.detach(), seen.numbers)
