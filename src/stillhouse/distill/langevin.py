@@ -124,7 +124,8 @@ def corrected(
         last = gap(x.detach() + s * eps, sigma)
         if how.moving:
             (back,) = torch.autograd.grad(x, z, last)
-            stiffness = torch.maximum(stiffness, _stiffness(back, last, h / s**2))
+            # fmax: what is not a number from its first step on is no fault of the chain
+            stiffness = torch.fmax(stiffness, _stiffness(back, last, h / s**2))
             z = z.detach()
             z = z + h * (back / s**2 - z) + (2 * h).sqrt() * noise(z, 2 * i + 1)
         eps = eps + e * (last / s - eps) + math.sqrt(2 * e) * noise(eps, 2 * i)
