@@ -173,8 +173,10 @@ class Watched:
         self.squares: Tensor | None = None  # of all elements of all samples
 
     def add(self, x: Tensor, numbers: Mapping[str, Tensor], skipped: bool = False) -> None:
-        """Of an update that was skipped only the largest: they may say why."""
+        """Of an update that was skipped only the largest, and where they say why."""
         self.latest = {name: numbers[name].double().max() for name in LARGEST if name in numbers}
+        if skipped and not self.suspicion():
+            return
         for name, most in self.latest.items():
             self.most[name] = torch.maximum(self.most.get(name, most), most)
         if skipped:
@@ -191,8 +193,9 @@ class Watched:
         every = self.world.gather({name: float(most) for name, most in self.most.items()})
         # torch's: Python's max of 2 and what is not a number is 2
         largest = {
-            name: torch.tensor([each[name] for each in every], dtype=torch.float64).max().item()
-            for name in self.most
+            name: torch.tensor(values, dtype=torch.float64).max().item()
+            for name in LARGEST
+            if (values := [each[name] for each in every if name in each])
         }
         found = self._means() | largest
         self._reset()
