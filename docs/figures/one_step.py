@@ -5,7 +5,7 @@ python docs/figures/one_step.py
 Students of the reference models beside their 50 steps, from benchmarks/results/one_step, a row for
 each model: quality and variety against evaluations per image, and both against each other for one
 evaluation. A circle is the mean over seeds, a dot a run; generators after as many network
-evaluations as each other. Variants of rates and steps are in the tables only.
+evaluations as each other.
 """
 
 import json
@@ -14,11 +14,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from style import BLUE, GREY, HERE, INK, ORANGE, logarithmic, plots, spell
+from style import BLUE, HERE, INK, ORANGE, logarithmic, plots, spell
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "one_step"
 MODELS = {"fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
-ARMS = {
+ARMS = {  # names and colours; without a colour an arm is in the tables only
     "teacher": ("teacher, 50 steps", INK),
     "sfd1": ("SFD", BLUE),
     "sfdv": ("SFD-v", BLUE),
@@ -29,10 +29,10 @@ ARMS = {
     "emd8": ("EMD-8", ORANGE),
     "emd16": ("EMD-16", ORANGE),
     "full8": ("EMD-8, noise not cancelled", INK),
-    "instructlow": ("Diff-Instruct, rate 3e-5", GREY),
-    "emd8low": ("EMD-8, rate 3e-5", GREY),
-    "full8low": ("EMD-8, noise not cancelled, rate 3e-5", GREY),
-    "emd8far": ("EMD-8, longer steps of the latent", GREY),
+    "instructlow": ("Diff-Instruct, rate 3e-5", None),
+    "emd8low": ("EMD-8, rate 3e-5", None),
+    "full8low": ("EMD-8, noise not cancelled, rate 3e-5", None),
+    "emd8far": ("EMD-8, longer steps of the latent", None),
 }
 SHARES = ("precision", "recall", "density", "coverage")
 EQUAL = {"evaluations": "equal network evaluations", "updates": "equal updates"}
@@ -59,7 +59,7 @@ def main() -> None:
     for model, row in zip(here, axes, strict=True):
         distance = next(name for name in floor_of(runs[model]) if name.startswith("FD"))
         found = measured(runs[model], "evaluations")
-        panels(row, {at: found[at] for at in found if ARMS[at[0]][1] != GREY}, distance)
+        panels(row, {at: found[at] for at in found if ARMS[at[0]][1]}, distance)
         row[0].set_title(MODELS[model], loc="left")
     figure.savefig(HERE / "one_step.png")
 
