@@ -66,7 +66,7 @@ def test_sid_has_the_gradient_through_both_denoisers_and_leaves_none_in_them(k):
     assert float(found.norm()) > 0.01
 
 
-def test_dmd_divides_every_pull_by_its_size():
+def test_dmd_divides_every_pull_by_the_teachers_distance():
     networks, generator, *_ = wavy_networks()
     given = drawn(20, 0.6, size=3)
     dmd(networks, given, torch_noise()).per_sample.sum().backward()
